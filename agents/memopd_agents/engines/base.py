@@ -1,0 +1,71 @@
+"""An engine turns prompt ids into sampled ids, many requests at a time.
+
+Two methods carry the load: ``submit`` never blocks, ``poll`` returns whatever has finished. That is all a rollout needs to
+keep every environment busy without waiting for the slowest one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample.
+
+    Attributes:
+        max_tokens: Most ids to sample in one call.
+        temperature: 0 is greedy; training uses 1.
+        top_p: 1 is off; training uses 1.
+        top_k: 0 is off; training uses 0.
+        stop: A call ends once its decoded text contains one of these; every sampled id is kept.
+    """
+
+    max_tokens: int = 512
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call to be made. ``request_id`` comes back on its completion."""
+
+    prompt_ids: list[int]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    seed: int = 0
+    request_id: str = ""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One call made. ``logprobs[i]`` is the natural-log probability of ``action_ids[i]`` when it was sampled."""
+
+    request_id: str
+    action_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Where tokens come from."""
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; returns at once. Raises PromptTooLongError when it can never fit the model's window."""
+        ...
+
+    def poll(self) -> list[Completion]:
+        """Advance, then return what finished since the last poll; empty only when nothing is queued or still running."""
+        ...
+
+    def update_weights(self, weights: Iterable[tuple[str, Any]], version: int) -> None:
+        """Replace the sampling weights; later completions come from ``version``."""
+        ...
+
+    def close(self) -> None:
+        """Release memory; idempotent."""
+        ...
