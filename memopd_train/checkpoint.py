@@ -1,0 +1,158 @@
+"""Checkpoints that are whole or absent, and Ctrl-C that loses nothing.
+
+A checkpoint is written into a staging folder beside its final place, flushed to the disk, then renamed: whoever looks
+for ``checkpoint-N`` finds a complete one or none, whenever the process was killed. Weights are safetensors;
+optimiser, schedule and random state are files that ``torch.load(weights_only=True)`` reads; nothing is a free-form
+pickle.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from torch import nn
+from transformers import Trainer
+from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
+
+from memopd_train.errors import CheckpointError
+
+STAGING = ".saving"
+
+
+def last_checkpoint(run: str | Path) -> Path | None:
+    """The newest complete checkpoint of a run, or None."""
+    found = get_last_checkpoint(str(run)) if Path(run).is_dir() else None
+    return None if found is None else Path(found)
+
+
+def checkpoint_to_resume(run: str | Path, resume: bool) -> Path | None:
+    """Decide where a run starts.
+
+    Args:
+        run: The folder of the run.
+        resume: Continue what is there; otherwise the folder must hold no run.
+
+    Raises:
+        CheckpointError: If the folder holds a run that would be overwritten.
+    """
+    found = last_checkpoint(run)
+    if found is not None and not resume:
+        raise CheckpointError(f"{run} already holds a run ({found.name}); resume it or choose another folder")
+    return found
+
+
+def publish(staged: Path, final: Path) -> None:
+    """Flush a folder to the disk, then rename it into place; replaces ``final`` if it exists."""
+    for path in sorted(staged.rglob("*")):
+        if path.is_file():
+            _fsync(path)
+    for path in (staged, *(path for path in staged.rglob("*") if path.is_dir())):
+        _fsync(path)
+    if final.exists():
+        shutil.rmtree(final)
+    os.rename(staged, final)
+    _fsync(final.parent)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class AtomicCheckpoints(Trainer):
+    """A ``Trainer`` whose checkpoints are whole or absent, that pickles nothing, and that phones nobody.
+
+    Put it before the trainer it changes: ``class Mine(AtomicCheckpoints, SFTTrainer)``.
+    """
+
+    _staging: Path | None = None
+
+    def _get_output_dir(self, trial: object) -> str:
+        return str(self._staging or self.args.output_dir)
+
+    def _save_checkpoint(self, model: nn.Module, trial: object = None) -> None:
+        run = Path(str(self.args.output_dir))
+        self._staging = run / STAGING
+        if self.args.should_save:
+            shutil.rmtree(self._staging, ignore_errors=True)
+            self._staging.mkdir(parents=True)
+        self.accelerator.wait_for_everyone()
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            staging, self._staging = self._staging, None
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            name = f"checkpoint-{self.state.global_step}"
+            publish(staging / name, run / name)
+            shutil.rmtree(staging, ignore_errors=True)
+            rotate_checkpoints(str(run), self.args.save_total_limit)
+        self.accelerator.wait_for_everyone()
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            folder = Path(output_dir or str(self.args.output_dir))
+            (folder / "training_args.bin").unlink(missing_ok=True)
+            (folder / "training_args.json").write_text(self.args.to_json_string() + "\n", encoding="utf-8")
+
+    def save_final(self, folder: Path) -> Path:
+        """Save the model for use, whole or not at all, and return the folder."""
+        staged = folder.with_name(f".{folder.name}.saving")
+        if self.args.should_save:
+            shutil.rmtree(staged, ignore_errors=True)
+        self.save_model(str(staged), _internal_call=True)
+        if self.args.should_save:
+            publish(staged, folder)
+        self.accelerator.wait_for_everyone()
+        return folder
+
+    def create_model_card(self, *args: object, **kwargs: object) -> None:
+        """Write no card: a checkpoint holds what resuming needs, and nothing looks up a hub."""
+
+    def _send_telemetry(self) -> None:
+        """No telemetry."""
+
+
+class Interrupt:
+    """True once somebody asked the run to stop."""
+
+    def __init__(self) -> None:
+        self._asked = False
+
+    def __bool__(self) -> bool:
+        return self._asked
+
+    def ask(self, signum: int, frame: FrameType | None) -> None:
+        """Signal handler: the first signal asks, the second stops at once."""
+        if self._asked:
+            raise KeyboardInterrupt
+        self._asked = True
+
+
+@contextmanager
+def stop_on_signal() -> Iterator[Interrupt]:
+    """Turn the first Ctrl-C or SIGTERM into a request; the loop inside saves at its next safe point.
+
+    Outside the main thread Python delivers no signals, so the request is simply never made.
+    """
+    interrupt = Interrupt()
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupt
+        return
+    before = {number: signal.signal(number, interrupt.ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield interrupt
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
