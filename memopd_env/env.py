@@ -1,7 +1,7 @@
 """The environment: an episode is one task, a turn is one action and one reply, and the context is rebuilt every turn.
 
-``step`` has two halves so that many environments can share one search: ``begin_step`` reads the action and returns the query
-it wants answered, ``finish_step`` takes the passages and does everything else. Neither half knows who searches.
+``step`` has two halves so that many environments can share one search: ``begin_step`` reads the action and returns the
+query it wants answered, ``finish_step`` takes the passages and does everything else. Neither half knows who searches.
 """
 
 from __future__ import annotations
@@ -56,38 +56,41 @@ class MemOPDEnv(gym.Env[dict[str, Any], str]):
     """N questions, a search tool, and a context that does not grow.
 
     ## Description
-    The agent answers N questions in one episode. In each turn it writes its thoughts and then either a search query or its
-    answers. Before every turn a memory policy rebuilds the context from the task and the turns so far; under ``consolidate``
-    only the agent's last action and the newest search result are left, so what the agent wants to remember it must write.
-    The setting is that of MEM1 (arXiv 2506.15841) and MemOPD (arXiv 2608.07068).
+    The agent answers N questions in one episode. In each turn it writes its thoughts and then either a search query or
+    its answers. Before every turn a memory policy rebuilds the context from the task and the turns so far; under
+    ``consolidate`` only the agent's last action and the newest search result are left, so what the agent wants to
+    remember it must write. The setting is that of MEM1 (arXiv 2506.15841) and MemOPD (arXiv 2608.07068).
 
     ## Observation space
-    ``Dict`` of ``task`` (instructions and questions), ``memory`` (what the policy kept of earlier turns), ``information``
-    (the newest reply of the environment, empty at first), each :class:`UnicodeText`, and ``turns_left``, ``Discrete``. The
-    three texts, joined in this order without anything between them, are exactly the context.
+    ``Dict`` of ``task`` (instructions and questions), ``memory`` (what the policy kept of earlier turns),
+    ``information`` (the newest reply of the environment, empty at first), each :class:`UnicodeText`, and
+    ``turns_left``, ``Discrete``. The three texts, joined in this order without anything between them, are exactly the
+    context.
 
     ## Action space
     :class:`UnicodeText`: the raw output of the agent, e.g. ``<think>…</think><search>…</search>`` or
     ``<think>…</think><answer>first; second</answer>``. It is never trimmed or rewritten.
 
     ## Reward
-    0 in every turn but the last; then the number of questions answered exactly right (0..N) after SQuAD normalisation, if
-    the episode ended with an answer.
+    0 in every turn but the last; then the number of questions answered exactly right (0..N) after SQuAD normalisation,
+    if the episode ended with an answer.
 
     ## Episode end
-    Terminated by an answer, or by an invalid action under ``on_invalid="terminate"``. Truncated when the turns are used up,
-    when ``deadline_s`` has passed (an answer that comes too late counts for nothing), or when the retriever failed under
-    ``on_retriever_error="truncate"``.
+    Terminated by an answer, or by an invalid action under ``on_invalid="terminate"``. Truncated when the turns are used
+    up, when ``deadline_s`` has passed (an answer that comes too late counts for nothing), or when the retriever failed
+    under ``on_retriever_error="truncate"``.
 
     ## Info
-    Always ``context``, the tuple of :class:`Segment` behind the observation, and ``task_id``. After a step also ``action``
-    (``search``, ``answer`` or ``invalid``). At the end ``episode``, a plain dict: ``task_id``, ``answers`` (as given), ``em``,
-    ``f1``, ``sub_em`` (sums over questions), ``per_question`` (the same three as lists), ``num_questions``, ``searches``,
-    ``turns``, ``invalid_actions``, ``stop_reason`` (a value of :class:`StopReason`), ``excluded`` (True if the retriever
+    Always ``context``, the tuple of :class:`Segment` behind the observation, and ``task_id``. After a step also
+    ``action`` (``search``, ``answer`` or ``invalid``). At the end ``episode``, a plain dict: ``task_id``, ``answers``
+    (as given), ``em``, ``f1``, ``sub_em`` (sums over questions), ``per_question`` (the same three as lists),
+    ``num_questions``, ``searches``, ``turns``, ``invalid_actions``, ``stop_reason`` (a value of :class:`StopReason`),
+    ``excluded`` (True if the retriever
     failed: such an episode belongs neither into training nor into scores).
 
     ## Arguments
-    See ``Args`` below. ``reset(options={"task_index": i})`` plays task ``i``; otherwise the task is drawn with ``np_random``.
+    See ``Args`` below. ``reset(options={"task_index": i})`` plays task ``i``; otherwise the task is drawn with
+    ``np_random``.
 
     ## Version history
     v0: first release.
@@ -96,8 +99,8 @@ class MemOPDEnv(gym.Env[dict[str, Any], str]):
         num_questions: N of the built-in tasks; fixed by the environment id.
         tasks: A list of Task, the path of a task file (JSONL or parquet), or None for the built-in world.
         split: Only tasks of this split; None plays ``train`` of the built-in world, or every task given.
-        retriever: A Retriever, the URL of a retrieval server, the path of a corpus (``.jsonl``), or None for the index of
-            the built-in world.
+        retriever: A Retriever, the URL of a retrieval server, the path of a corpus (``.jsonl``), or None for the index
+            of the built-in world.
         memory: ``consolidate``, ``full``, ``window:K``, ``summary``, ``budget:T``, or a policy object.
         max_turns: Turns of an episode; by default 6 for up to 4 questions, else 20.
         top_k: Passages per search.
@@ -116,7 +119,7 @@ class MemOPDEnv(gym.Env[dict[str, Any], str]):
         TaskError: If a task file is missing or malformed.
     """
 
-    metadata = {"render_modes": ["ansi"], "render_fps": 1}
+    metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 1}  # noqa: RUF012 (as gymnasium declares it)
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """A memory policy maps the turns so far to the segments that the next call sees.
 
-That is the whole idea of the gym: the context is never a growing transcript but a value, rebuilt before every call by one
-small pure function. ``consolidate`` keeps the task, the last action (in which the agent wrote its memory) and the newest
-information; everything older is gone.
+That is the whole idea of the gym: the context is never a growing transcript but a value, rebuilt before every call by
+one small pure function. ``consolidate`` keeps the task, the last action (in which the agent wrote its memory) and the
+newest information; everything older is gone.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class MemoryPolicy(Protocol):
 class Consolidate:
     """Keep the task, the last action and the last information: the agent's own words are its only memory.
 
-    This is the context of MEM1 (arXiv 2506.15841): what the agent wants to know later it must write again in every action.
+    This is the context of MEM1 (arXiv 2506.15841): what the agent wants to know later it must write again in every
+    action.
     """
 
     def context(self, task: str, turns: Sequence[Turn]) -> tuple[Segment, ...]:
@@ -104,7 +105,8 @@ class Window:
 class Summary:
     """Keep only what the agent thought: the think block of the last action, then the last information.
 
-    The query or answer after the think block is dropped; an action without a complete think block leaves nothing behind.
+    The query or answer after the think block is dropped; an action without a complete think block leaves nothing
+    behind.
 
     Attributes:
         think: Name of the think tag.
@@ -131,8 +133,8 @@ def estimate_tokens(text: str) -> int:
 class Budget:
     """Keep the newest segments that fit a budget of tokens; the task is always kept and costs nothing.
 
-    Segments are taken whole, from the newest backwards, and the first that does not fit ends the walk, so what is kept is
-    always an unbroken end of the history.
+    Segments are taken whole, from the newest backwards, and the first that does not fit ends the walk, so what is kept
+    is always an unbroken end of the history.
 
     Attributes:
         tokens: Budget for everything after the task.

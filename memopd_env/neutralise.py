@@ -36,7 +36,11 @@ _CLOSER = re.compile(
 )
 
 # Names besides the protocol's own. Every <|...|> counts as a control token, whatever its name.
-_CONTROL_NAMES = ["think", "tool_call", "tool_response", "s", "bos", "eos", "pad", "unk", "sys", "inst", "hint", "im_start", "im_end", "endoftext", "begin_of_text", "end_of_text", "start_header_id", "end_header_id", "eot_id", "start_of_turn", "end_of_turn"]
+_CONTROL_NAMES = (
+    *("think", "tool_call", "tool_response", "s", "bos", "eos", "pad", "unk", "sys", "inst", "hint"),
+    *("im_start", "im_end", "endoftext", "begin_of_text", "end_of_text", "start_header_id", "end_header_id"),
+    *("eot_id", "start_of_turn", "end_of_turn"),
+)
 _HINT_NAMES = ("hint", "inst", "sys")
 _TURNS_LEFT = re.compile(r"\d+(?:turns?)?left")
 
@@ -130,7 +134,7 @@ def _fold_name(name: str) -> str:
 
 @lru_cache(maxsize=8192)
 def _fold(character: str) -> str:
-    """Fold one character: to plain letters and digits, to a space, to nothing if invisible, or to "not part of a name"."""
+    """Fold one character to plain letters and digits, a space, nothing if invisible, or "not part of a name"."""
     if character.isspace():
         return _SPACE
     if character in _LOOKALIKES:

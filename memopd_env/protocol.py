@@ -1,9 +1,9 @@
 """The protocol between agent and environment: how an action is read and how every text around it is written.
 
-An agent thinks in ``<think>…</think>`` and acts with ``<search>…</search>`` or ``<answer>a1; a2</answer>``; the environment
-replies with ``<information>…</information>``. Reading is one pass over the action and never fails: whatever a model wrote is
-a search, an answer, or invalid with a reason. Writing goes through :class:`Renderer`, the only place where the text of a
-passage or a question meets a tag, so it is the only place that has to neutralise it.
+An agent thinks in ``<think>…</think>`` and acts with ``<search>…</search>`` or ``<answer>a1; a2</answer>``; the
+environment replies with ``<information>…</information>``. Reading is one pass over the action and never fails: whatever
+a model wrote is a search, an answer, or invalid with a reason. Writing goes through :class:`Renderer`, the only place
+where the text of a passage or a question meets a tag, so it is the only place that has to neutralise it.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ def parse_action(text: str, tags: Tags = DEFAULT_TAGS) -> ParsedAction:
     """Find the first complete search or answer outside the think block.
 
     Tags are exact: no other case, no attributes. Between an opening think tag and the next closing one nothing is an
-    action; after an opening one that is never closed nothing is. If the first think tag of the text is a closing one, the
-    block was opened in the prompt and everything before it is thought. A search or answer that is never closed is skipped.
-    Time is linear in the length of the text.
+    action; after an opening one that is never closed nothing is. If the first think tag of the text is a closing one,
+    the block was opened in the prompt and everything before it is thought. A search or answer that is never closed is
+    skipped. Time is linear in the length of the text.
     """
     think_end = f"</{tags.think}>"
     position = _end_of_inherited_think(text, tags)
@@ -136,8 +136,9 @@ class Instructions:
     {end_information}``; the others it may use are listed with it.
 
     Attributes:
-        task: What the agent reads first: ``{questions}`` (required), ``{num_questions}``, ``{max_turns}``, ``{top_k}``, and
-            the sentences ``{count_rule}``, ``{invalid_rule}``, ``{deadline_rule}`` that say how the episode is configured.
+        task: What the agent reads first: ``{questions}`` (required), ``{num_questions}``, ``{max_turns}``, ``{top_k}``,
+            and the sentences ``{count_rule}``, ``{invalid_rule}``, ``{deadline_rule}`` that say how the episode is
+            configured.
         question: One question: ``{number}`` from 1, ``{question}``.
         question_joiner: Between two questions.
         hint: Turns left, shown while there are several: ``{left}``.
@@ -209,10 +210,12 @@ Rules:
 whatever follows the action is ignored. A query must not be empty.
 - {invalid_rule}
 - The answer ends the episode. If you have not answered when your turns are used up, you score 0.{deadline_rule}
-- Separate answers with ";" and give them in the order of the questions. If an answer itself contains ";", write "," instead.
+- Separate answers with ";" and give them in the order of the questions. If an answer itself contains ";", write "," \
+in its place.
 - {count_rule}
-- An answer is right if it equals an accepted answer, apart from upper and lower case, punctuation, spacing and the words \
-a, an, the. So give short answers: a name, a number, a date, not a sentence. Your score is the number of right answers.
+- An answer is right if it equals an accepted answer, apart from upper and lower case, punctuation, spacing and \
+the words a, an, the. So give short answers: a name, a number, a date, not a sentence. Your score is the number of \
+right answers.
 
 {num_questions} question(s):
 {questions}
@@ -240,7 +243,8 @@ def instructions(spec: str | Instructions) -> Instructions:
     """Turn the ``instructions`` argument of an environment into templates.
 
     Args:
-        spec: ``full``, ``terse``, a task template that contains ``{questions}`` (the rest is as in ``full``), or an object.
+        spec: ``full``, ``terse``, a task template that contains ``{questions}`` (the rest is as in ``full``), or an
+            object.
 
     Raises:
         ConfigError: If the name is unknown or a template uses an unknown field.

@@ -1,14 +1,14 @@
 """How an answer is scored: per question, against the best of its accepted answers, after SQuAD normalisation.
 
-The metrics are those of extractive question answering (Rajpurkar et al. 2016, arXiv 1606.05250): exact match, F1 over the
-multiset of words, and, apart from both, whether an accepted answer is contained in what was said. An episode sums them
-over its N questions. F1 is never below exact match, whatever the text.
+The metrics are those of extractive question answering (Rajpurkar et al. 2016, arXiv 1606.05250): exact match, F1 over
+the multiset of words, and, apart from both, whether an accepted answer is contained in what was said. An episode sums
+them over its N questions. F1 is never below exact match, whatever the text.
 
 One rule joins the answers of a task: they are split at ``;``. An accepted answer that itself holds a semicolon is
 therefore also accepted with a comma or a space in its place, since no answer that was split can contain one.
 
-The ``paper_*`` functions restate the published evaluation of MEM1 (arXiv 2506.15841) so that its numbers can be compared;
-nothing else uses them.
+The ``paper_*`` functions restate the published evaluation of MEM1 (arXiv 2506.15841) so that its numbers can be
+compared; nothing else uses them.
 """
 
 from __future__ import annotations

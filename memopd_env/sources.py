@@ -1,7 +1,7 @@
 """Where an environment gets its tasks and its passages from: what the caller gave, or else the built-in world.
 
-The built-in world is made once per process and setting, and indexed only when somebody searches, so that an environment is
-there at once.
+The built-in world is made once per process and setting, and indexed only when somebody searches, so that an environment
+is there at once.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from memopd_env.errors import ConfigError
 from memopd_env.retrieval.base import Passage, Retriever
+from memopd_env.tasks.io import read_tasks
 from memopd_env.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -33,14 +34,11 @@ def resolve_tasks(
     """
     if tasks is None:
         return _built_in_tasks(_config(world), num_questions, split or "train")
-    if isinstance(tasks, (str, Path)):
-        from memopd_env.tasks.io import read_tasks
-
-        tasks = read_tasks(tasks)
-    for item in tasks:
+    given = read_tasks(tasks) if isinstance(tasks, (str, Path)) else tasks
+    for item in given:
         if not isinstance(item, Task):
             raise ConfigError(f"tasks holds {item!r}; give memopd_env.Task objects, or the path of a task file")
-    chosen = tasks if split is None else [task for task in tasks if task.split == split]
+    chosen = given if split is None else [task for task in given if task.split == split]
     if not chosen:
         raise ConfigError("there are no tasks" + ("" if split is None else f" of split {split!r}"))
     return tuple(chosen)

@@ -1,8 +1,8 @@
 """Many environments, one search a step.
 
-A step of n environments reads n actions, joins the queries of those that search into one call of the retriever, and hands
-each its passages. The environments are ordinary :class:`MemOPDEnv` objects, so an episode of a vector environment is the
-episode of a single one with the same seed.
+A step of n environments reads n actions, joins the queries of those that search into one call of the retriever, and
+hands each its passages. The environments are ordinary :class:`MemOPDEnv` objects, so an episode of a vector environment
+is the episode of a single one with the same seed.
 """
 
 from __future__ import annotations
@@ -26,26 +26,31 @@ class MemOPDVectorEnv(gym.vector.VectorEnv[Observations, Sequence[str], np.ndarr
     """``num_envs`` MemOPD environments that search together; ``gymnasium.make_vec`` returns this.
 
     Observations are a dict of tuples of strings (``task``, ``memory``, ``information``) and an integer array
-    (``turns_left``), all of length ``num_envs``; actions are any sequence of ``num_envs`` strings. Infos have Gymnasium's usual
-    vector form, e.g. ``infos["episode"]["em"][i]`` where ``infos["_episode"][i]``.
+    (``turns_left``), all of length ``num_envs``; actions are any sequence of ``num_envs`` strings. Infos have
+    Gymnasium's usual vector form, e.g. ``infos["episode"]["em"][i]`` where ``infos["_episode"][i]``.
 
-    If the retriever fails, under ``on_retriever_error="truncate"`` the episodes of all environments that searched in that
-    step end, since they shared the search; under ``raise`` the error is raised before any environment has moved.
+    If the retriever fails, under ``on_retriever_error="truncate"`` the episodes of all environments that searched in
+    that step end, since they shared the search; under ``raise`` the error is raised before any environment has moved.
 
-    ``RecordEpisodeStatistics`` needs ``stats_key="statistics"`` or the like: ``episode`` is taken by the environment's own record.
+    ``RecordEpisodeStatistics`` needs ``stats_key="statistics"`` or the like: ``episode`` is taken by the environment's
+    own record.
 
     Args:
         num_envs: How many.
-        autoreset_mode: ``NextStep`` (the step after the last one resets and ignores the action), ``SameStep`` (the last step
-            returns the next episode's first observation, the old one is in ``final_obs`` and ``final_info``) or ``Disabled``
-            (``reset(options={"reset_mask": mask})`` is up to the caller), as Gymnasium defines them.
+        autoreset_mode: ``NextStep`` (the step after the last one resets and ignores the action), ``SameStep`` (the last
+            step returns the next episode's first observation, the old one is in ``final_obs`` and ``final_info``) or
+            ``Disabled`` (``reset(options={"reset_mask": mask})`` is up to the caller), as Gymnasium defines them.
         **kwargs: As for :class:`MemOPDEnv`.
 
     Raises:
         ConfigError: If ``num_envs`` is less than 1, or an argument of the environment makes no sense.
     """
 
-    metadata = {"render_modes": ["ansi"], "render_fps": 1, "autoreset_mode": AutoresetMode.NEXT_STEP}
+    metadata: dict[str, Any] = {  # noqa: RUF012 (as gymnasium declares it)
+        "render_modes": ["ansi"],
+        "render_fps": 1,
+        "autoreset_mode": AutoresetMode.NEXT_STEP,
+    }
 
     def __init__(
         self, num_envs: int = 1, *, autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP, **kwargs: Any
@@ -88,8 +93,8 @@ class MemOPDVectorEnv(gym.vector.VectorEnv[Observations, Sequence[str], np.ndarr
 
         Args:
             seed: One seed per environment, or one number s for s, s+1, s+2, …
-            options: ``task_index``: one index for all, or one per environment. ``reset_mask``: a boolean array; only where it is
-                True an episode is started.
+            options: ``task_index``: one index for all, or one per environment. ``reset_mask``: a boolean array; only
+                where it is True an episode is started.
         """
         options = dict(options or {})
         mask = options.pop("reset_mask", None)
@@ -134,7 +139,7 @@ class MemOPDVectorEnv(gym.vector.VectorEnv[Observations, Sequence[str], np.ndarr
         self._done = terminations | truncations
         return self._batch(), rewards, terminations, truncations, infos
 
-    def render(self) -> tuple[str | None, ...]:
+    def render(self) -> tuple[str | None, ...]:  # type: ignore[override]
         """Render each environment."""
         return tuple(env.render() for env in self.envs)
 
