@@ -271,7 +271,7 @@ def _paths(episodes: Sequence[Episode], max_tokens: int | None) -> list[_Path]:
             if max_tokens is not None and length > max_tokens:
                 raise PackError(
                     f"episode {e} (task {episodes[e].task_id!r}), call {c}: {length} tokens, over "
-                    f"max_tokens={max_tokens}: raise it, or shorten what the memory policy or the generation limit lets grow"
+                    f"max_tokens={max_tokens}: raise it, or shorten what the memory policy lets grow"
                 )
             ids = np.fromiter([*call.prompt_ids, *call.action_ids], dtype=np.int64, count=length)
             paths.append(_Path(ids, len(call.prompt_ids), e, c, flat_start))
