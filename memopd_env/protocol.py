@@ -222,16 +222,17 @@ right answers.
 """
 )
 
+# Every word follows a space, so that a small vocabulary needs each word only once.
 TERSE = Instructions(
-    task="Q: {questions}\n",
+    task="Q: {questions}",
     question="{question}",
     question_joiner=" ",
-    hint="[{left} left] ",
-    last_hint="[{left} left] ",
-    document="({title}) {text}",
-    document_joiner=" ",
-    nothing_found="nothing found",
-    invalid="invalid action",
+    hint=" {left} left.",
+    last_hint=" {left} left.",
+    document=" {title}: {text}",
+    document_joiner="",
+    nothing_found=" nothing found",
+    invalid=" invalid action",
     before="",
     after="",
 )
