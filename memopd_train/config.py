@@ -16,12 +16,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, cast, get_args, get_type_hints
 
 import torch
 import yaml
-from trl import SFTConfig, TrlParser
+from trl.scripts.utils import TrlParser
 from trl.trainer.base_config import _BaseConfig
+from trl.trainer.sft_config import SFTConfig
 
 from memopd_env.errors import ConfigError
 
@@ -63,7 +64,7 @@ class MemOPDSFTConfig(SFTConfig):
     def __post_init__(self) -> None:
         self.bf16 = _runs_in_bf16(self.bf16, self.fp16, self.use_cpu)
         self.max_length = None  # nothing is truncated
-        self.dataset_kwargs = {**(self.dataset_kwargs or {}), "skip_prepare_dataset": True}
+        self.dataset_kwargs = {"skip_prepare_dataset": True}
         super().__post_init__()
         _check_choices(self, MemOPDSFTConfig)
         _require(self.max_seconds >= 0, "max_seconds", self.max_seconds, "0 (no limit) or a number of seconds")
@@ -276,7 +277,7 @@ def load_config(kind: type[Config], flags: Sequence[str] = (), *, file: str | Pa
         file = words[at + 1]
         del words[at : at + 2]
     known = {option.name for option in fields(kind) if option.init}
-    parser = TrlParser(kind)
+    parser = TrlParser([cast(Any, kind)])
     if file is not None:
         values = _read_yaml(Path(file))
         for name in values:

@@ -34,9 +34,9 @@ from transformers import (
 )
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_pt_utils import get_length_grouped_indices
-from trl import SFTTrainer
+from trl.trainer.sft_trainer import SFTTrainer
 
-from memopd_agents.episode import Episode
+from memopd_agents.episode import Episode, read_episodes
 from memopd_train.checkpoint import AtomicCheckpoints, Interrupt, checkpoint_to_resume, stop_on_signal
 from memopd_train.config import MemOPDSFTConfig
 from memopd_train.errors import CallTooLongError, EpisodeError, TrainingInterrupted, VocabularyError
@@ -127,8 +127,6 @@ def call_rows(
     """
     source = "the episodes"
     if isinstance(episodes, (str, Path)):
-        from memopd_agents.episode import read_episodes
-
         source = str(episodes)
         episodes = list(read_episodes(source))
     text = model.config.get_text_config()
@@ -182,7 +180,8 @@ class _LengthGroups(Sampler[int]):
 class _EpisodeSFTTrainer(AtomicCheckpoints, SFTTrainer):
     """TRL's SFTTrainer with our order of rows and our checkpoints."""
 
-    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler[int]:
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
+        assert isinstance(self.train_dataset, Dataset)
         lengths = [len(ids) for ids in self.train_dataset["input_ids"]]
         return _LengthGroups(lengths, self.args.train_batch_size, self.args.seed)
 
@@ -202,15 +201,12 @@ class _Watch(TrainerCallback):
     def seconds(self) -> float:
         return self.log.seconds_before + time.monotonic() - self.started
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.interrupt or (self.max_seconds and self.seconds >= self.max_seconds):
             control.should_training_stop = control.should_save = True
         control.should_log |= control.should_save
         if self.on_progress is not None:
             self.on_progress(Progress("sft", state.global_step, state.max_steps, self.seconds, self.newest))
-        return control
 
     def on_log(
         self,
