@@ -52,3 +52,40 @@ class UnicodeText(gym.Space[str]):
 
     # Like gymnasium's own spaces: equal by value and unhashable.
     __hash__ = None  # type: ignore[assignment]
+
+
+class ChatMessages(gym.Space[list[dict[str, str]]]):
+    """Lists of chat messages, ``{"role": "user" | "assistant" | "system", "content": str}``."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        super().__init__(shape=None, dtype=None, seed=seed)
+
+    @property
+    def is_np_flattenable(self) -> bool:
+        """Messages have no fixed-size array form."""
+        return False
+
+    def sample(self, mask: Any | None = None, probability: Any | None = None) -> list[dict[str, str]]:
+        """Return one to three messages of random letters, beginning with the user's."""
+        if mask is not None or probability is not None:
+            raise ValueError("ChatMessages can not be sampled with a mask or probabilities")
+        text = UnicodeText(seed=int(self.np_random.integers(2**31)))
+        roles = ("user", "assistant", "user")[: int(self.np_random.integers(1, 4))]
+        return [{"role": role, "content": text.sample()} for role in roles]
+
+    def contains(self, x: Any) -> bool:
+        """Tell whether ``x`` is a list of messages."""
+        return isinstance(x, list) and all(
+            isinstance(message, dict)
+            and message.get("role") in ("user", "assistant", "system")
+            and isinstance(message.get("content"), str)
+            for message in x
+        )
+
+    def __repr__(self) -> str:
+        return "ChatMessages()"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ChatMessages)
+
+    __hash__ = None  # type: ignore[assignment]

@@ -59,8 +59,8 @@ class Question:
 def read_questions(path: str | Path) -> list[Question]:
     """Read a QA file: ``{"id", "question", "golden_answers"}`` a record.
 
-    ``aliases`` (more accepted answers), ``entities``, ``source`` and ``split`` are optional. JSONL or parquet; parquet in
-    the field's schema and tasks of several questions are taken apart.
+    ``aliases`` (more accepted answers), ``entities``, ``source`` and ``split`` are optional. JSONL or parquet; parquet
+    in the field's schema and tasks of several questions are taken apart.
 
     Raises:
         TaskError: If the file is missing, empty or malformed, or a question has no accepted answer that can be given.
@@ -162,8 +162,8 @@ def compose_tasks(
         raise ConfigError(f"num_questions is {num_questions}; a task has at least 1")
     if len(unique) < num_questions:
         raise ConfigError(
-            f"split {split!r} has {len(unique)} different questions, too few for a task of {num_questions}; use a smaller "
-            "N or a larger share"
+            f"split {split!r} has {len(unique)} different questions, too few for a task of {num_questions}; "
+            "use a smaller N or a larger share"
         )
     per_pass = len(unique) // num_questions
     wanted = per_pass if count is None else count
@@ -363,7 +363,7 @@ def _task_of_questions(identifier: str, questions: Sequence[Question], split: st
         id=identifier,
         questions=[question.text for question in questions],
         answers=[question.answers for question in questions],
-        source="+".join(sorted({question.source for question in questions if question.source})),
+        source="+".join(sorted({part for question in questions for part in question.source.split("+") if part})),
         split=split,
         entities=[question.entities for question in questions] if known else [],
     )

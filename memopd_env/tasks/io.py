@@ -169,7 +169,8 @@ def _json_schema(place: str, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _field_schema(place: str, row: Mapping[str, Any]) -> dict[str, Any]:
-    extra = row.get("extra_info") or {}
+    extra = row.get("extra_info")
+    extra = extra if isinstance(extra, Mapping) else {}
     try:
         target = row["reward_model"]["ground_truth"]["target"]
         content = row["prompt"][-1]["content"]
@@ -201,7 +202,6 @@ def _questions_of_prompt(place: str, content: Any, count: int) -> list[str]:
     """Find the questions at the end of a prompt: after the last label ``question(s):``, joined by ``; ``."""
     if not isinstance(content, str) or not content.strip():
         raise TaskError(f"{place}: the prompt is empty; list the questions in extra_info.questions")
-
     text = content.strip()
     labels = [match.end() for match in re.finditer(r"questions?\s*:\s*", text, re.IGNORECASE)]
     last_line = text.rfind("\n") + 1

@@ -22,8 +22,8 @@ class Task:
         answers: For each question its accepted answers; the first is the canonical one.
         source: Where the questions come from, e.g. a dataset name.
         split: ``train``, ``validation``, ``test`` or empty.
-        entities: For each question the titles its answer rests on, in reading order, where known; else empty. Splits are
-            kept disjoint by them, and the oracle searches for them. Never shown to an agent.
+        entities: For each question the titles its answer rests on, in reading order, where known; else empty. Splits
+            are kept disjoint by them, and the oracle searches for them. Never shown to an agent.
 
     Raises:
         TaskError: If there is no question, a question is blank, or the three lists disagree in length.
@@ -38,7 +38,9 @@ class Task:
 
     def __post_init__(self) -> None:
         if isinstance(self.questions, str) or any(isinstance(accepted, str) for accepted in self.answers):
-            raise TaskError(f"task {self.id!r}: questions must be a list of strings and answers a list of lists of strings")
+            raise TaskError(
+                f"task {self.id!r}: questions must be a list of strings and answers a list of lists of strings"
+            )
         object.__setattr__(self, "questions", tuple(self.questions))
         object.__setattr__(self, "answers", tuple(tuple(accepted) for accepted in self.answers))
         object.__setattr__(self, "entities", tuple(tuple(titles) for titles in self.entities))

@@ -1,0 +1,127 @@
+"""The ``memopd`` command: a list of sub-commands, each imported only when it is run.
+
+Every installed package registers its sub-commands in the entry-point group ``memopd.commands``; an entry is a Typer app
+or a function with Typer annotations. Listing them reads package metadata and nothing else, so ``memopd --help`` is
+instant and an installation without the trainer has no trainer's command.
+
+This is also the place where errors end: whatever the project raises on purpose is one line and exit status 2.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
+from typing import Any
+
+from memopd_env.errors import MemOPDError
+
+GROUP = "memopd.commands"
+
+SUMMARIES = {
+    "quickstart": "train and measure a small agent on this machine",
+    "play": "play an episode yourself",
+    "eval": "measure an agent",
+    "inspect": "walk through a file of episodes",
+    "train": "train: sft, memopd",
+    "audit": "check that training sees the states that were sampled in",
+    "leaderboard": "add, check and render results",
+    "report": "write an HTML report",
+    "data": "task files: compose, convert, inspect",
+    "world": "the built-in world: build",
+    "retriever": "search: build, serve, query, download",
+    "doctor": "look at this installation",
+}
+
+# Which extra brings a module that a sub-command may miss.
+EXTRAS = {
+    **dict.fromkeys(("torch", "transformers", "trl", "accelerate", "datasets", "safetensors", "matplotlib"), "train"),
+    **dict.fromkeys(("faiss", "fastapi", "uvicorn", "prometheus_client", "psutil"), "retrieval"),
+    **dict.fromkeys(("vllm", "flash_attn", "liger_kernel"), "gpu"),
+    "openai": "chat",
+    "qdrant_client": "qdrant",
+    "wandb": "wandb",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``memopd``; returns the exit status (0 done, 1 the command says no, 2 bad input, 130 interrupted)."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    commands = {entry.name: entry for entry in entry_points(group=GROUP)}
+    if not given or given[0] in ("-h", "--help"):
+        sys.stdout.write(_overview(commands))
+        return 0
+    if given[0] == "--version":
+        sys.stdout.write(f"memopd {_version()}\n")
+        return 0
+    if given[0] not in commands:
+        return _fail(f"there is no sub-command {given[0]!r}; choose from {', '.join(sorted(commands))}")
+    try:
+        return _run(commands[given[0]], given[1:])
+    except MemOPDError as error:
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        return _fail("interrupted", status=130)
+
+
+def _run(entry: EntryPoint, arguments: list[str]) -> int:
+    import typer
+
+    try:
+        loaded: Any = entry.load()
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing.startswith("memopd_"):
+            return _fail(f"memopd {entry.name} is not part of this installation ({error.name} is not there)")
+        if missing not in EXTRAS:
+            raise
+        return _fail(f"memopd {entry.name} needs {missing}: pip install 'memopd[{EXTRAS[missing]}]'")
+    if not isinstance(loaded, typer.Typer):
+        app = typer.Typer(add_completion=False)
+        app.command()(loaded)
+        loaded = app
+    try:
+        typer.main.get_command(loaded).main(args=arguments, prog_name=f"memopd {entry.name}")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
+
+
+def _overview(commands: dict[str, EntryPoint]) -> str:
+    known = [name for name in SUMMARIES if name in commands]
+    others = sorted(set(commands) - set(known))
+    width = max((len(name) for name in commands), default=0)
+    lines = [f"  {name:<{width}}  {SUMMARIES.get(name, commands[name].value)}".rstrip() for name in (*known, *others)]
+    return "\n".join(
+        (
+            "usage: memopd COMMAND [OPTIONS]",
+            "",
+            "The gym for search agents that must forget, and their trainer.",
+            "",
+            *lines,
+            "",
+            "memopd COMMAND --help shows its options and an example.",
+            "",
+        )
+    )
+
+
+def _version() -> str:
+    try:
+        return version("memopd")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def _fail(message: str, status: int = 2) -> int:
+    # One line, and nothing in it that a terminal would act on.
+    line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(message.split()))
+    if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
+        line = f"\033[31m{line}\033[0m"
+    sys.stderr.write(f"memopd: {line}\n")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
