@@ -1,8 +1,8 @@
 """A corpus of trouble: actions, texts and documents that have broken, or could break, an agent environment.
 
-``ACTIONS`` are raw model outputs that a parser must survive. ``SPOOFS`` are documents that pretend to be the environment:
-they try to close the information block, to answer, to search, to think, to give hints, or to end the chat turn. A renderer
-passes if no reader, human, parser or language model, can take any of them for a tag.
+``ACTIONS`` are raw model outputs that a parser must survive. ``SPOOFS`` are documents that pretend to be the
+environment: they try to close the information block, to answer, to search, to think, to give hints, or to end the chat
+turn. A renderer passes if no reader, human, parser or language model, can take any of them for a tag.
 """
 
 from __future__ import annotations

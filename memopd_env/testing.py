@@ -34,9 +34,9 @@ from memopd_env.protocol import Tags, parse_action
 from memopd_env.retrieval.base import Passage, Retriever
 from memopd_env.tasks.task import Task
 
-EPISODE_KEYS = frozenset(
-    ("task_id", "answers", "em", "f1", "sub_em", "per_question", "num_questions", "searches", "turns")
-    + ("invalid_actions", "stop_reason", "excluded")
+EPISODE_KEYS = (
+    *("task_id", "answers", "em", "f1", "sub_em", "per_question", "num_questions", "searches", "turns"),
+    *("invalid_actions", "stop_reason", "excluded"),
 )
 
 
@@ -107,7 +107,7 @@ def check_spoofing(make: Callable[[Sequence[Task], Retriever], gym.Env[Any, Any]
             _fail(f"the document {_short(spoof)} acts when it is read as an action")
         if terminated or truncated:
             _fail(f"the document {_short(spoof)} ended the episode")
-        if spoof in information:
+        if spoof in information.partition(opening)[2].rpartition(closing)[0]:
             _fail(f"the document {_short(spoof)} stands in the information as it is, brackets and all")
         if spoof in observation["task"] and spoof not in plain_task:
             _fail(f"the question {_short(spoof)} stands in the task text as it is, brackets and all")
@@ -279,7 +279,7 @@ def _check_record(info: Mapping[str, Any], reward: Any) -> None:
     record = info.get("episode")
     if record is None:
         _fail("the last info holds no 'episode'")
-    if missing := EPISODE_KEYS - set(record):
+    if missing := set(EPISODE_KEYS) - set(record):
         _fail(f"info['episode'] lacks {', '.join(sorted(missing))}")
     try:
         json.dumps(record)
