@@ -266,7 +266,7 @@ class MemOPDEnv(gym.Env[dict[str, Any], str]):
         self._invalid_actions += parsed.kind is ActionKind.INVALID
         self._turns.append(Turn(action, self._reply(parsed, None if failed else passages, left, stop)))
         observation, context = self._observe()
-        info: dict[str, Any] = {"context": context, "task_id": self.task.id, "action": parsed.kind.value}
+        info: dict[str, Any] = {"context": context, "task_id": self.task.id, "action": parsed.kind}
         reward = 0.0
         if stop is not None:
             self._ended = True

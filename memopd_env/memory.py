@@ -70,7 +70,14 @@ class Consolidate:
 
     def context(self, task: str, turns: Sequence[Turn]) -> tuple[Segment, ...]:
         """Return task, last action, last information."""
-        return _newest(task, turns, 1)
+        if not turns:
+            return (Segment(SegmentKind.TASK, task),)
+        last, number = turns[-1], len(turns) - 1
+        return (
+            Segment(SegmentKind.TASK, task),
+            Segment(SegmentKind.ACTION, last.action, number),
+            Segment(SegmentKind.INFORMATION, last.information, number),
+        )
 
 
 @dataclass(frozen=True)

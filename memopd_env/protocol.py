@@ -9,11 +9,13 @@ where the text of a passage or a question meets a tag, so it is the only place t
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from functools import lru_cache
+from functools import cached_property
 from string import Formatter
+from typing import NamedTuple
 
 from memopd_env.errors import ConfigError
 from memopd_env.neutralise import neutralise
@@ -51,6 +53,11 @@ class Tags:
         """Where a call ends: the closing tags of search and answer."""
         return (f"</{self.search}>", f"</{self.answer}>")
 
+    @cached_property
+    def opening(self) -> re.Pattern[str]:
+        """Matches an opening think, search or answer tag; group 1 is its name."""
+        return re.compile(f"<({'|'.join(map(re.escape, (self.think, self.search, self.answer)))})>")
+
 
 class ActionKind(StrEnum):
     """What an action turned out to be."""
@@ -60,8 +67,7 @@ class ActionKind(StrEnum):
     INVALID = "invalid"
 
 
-@dataclass(frozen=True)
-class ParsedAction:
+class ParsedAction(NamedTuple):
     """What an action says.
 
     Attributes:
@@ -90,8 +96,7 @@ def parse_action(text: str, tags: Tags = DEFAULT_TAGS) -> ParsedAction:
     position = _end_of_inherited_think(text, tags)
     unclosed: set[str] = set()
     reason = f"it has no complete {tags.search} or {tags.answer} after the thinking"
-    opening = _opening_pattern(tags)
-    while match := opening.search(text, position):
+    while match := tags.opening.search(text, position):
         name = match.group(1)
         position = match.end()
         if name == tags.think:
@@ -123,17 +128,12 @@ def _end_of_inherited_think(text: str, tags: Tags) -> int:
     return closing
 
 
-@lru_cache(maxsize=64)
-def _opening_pattern(tags: Tags) -> re.Pattern[str]:
-    return re.compile(f"<({'|'.join(map(re.escape, (tags.think, tags.search, tags.answer)))})>")
-
-
 @dataclass(frozen=True)
 class Instructions:
     """All text that the environment writes, as templates for ``str.format``.
 
-    Every template knows ``{think} {end_think} {search} {end_search} {answer} {end_answer} {information}
-    {end_information}``; the others it may use are listed with it.
+    Every template but ``question`` and ``document`` knows ``{think} {end_think} {search} {end_search} {answer}
+    {end_answer} {information} {end_information}``; the other fields it may use are listed with it.
 
     Attributes:
         task: What the agent reads first: ``{questions}`` (required), ``{num_questions}``, ``{max_turns}``, ``{top_k}``,
@@ -170,7 +170,8 @@ class Instructions:
         known = {"task": _TASK_FIELDS, "question": {"number", "question"}, "hint": {"left"}, "last_hint": {"left"}}
         known |= {"document": {"k", "title", "text"}, "invalid": {"reason"}}
         for field in fields(self):
-            _check_template(field.name, getattr(self, field.name), known.get(field.name, set()) | _TAG_FIELDS)
+            tags = set() if field.name in ("question", "document") else _TAG_FIELDS
+            _check_template(field.name, getattr(self, field.name), known.get(field.name, set()) | tags)
         if "{questions}" not in self.task:
             raise ConfigError("the task template of the instructions must contain {questions}")
 
@@ -288,7 +289,7 @@ class Renderer:
         deadline_s: float | None = None,
     ) -> None:
         self._names = tags.names
-        self._max_passage_chars = max_passage_chars
+        self._max_passage_chars = sys.maxsize if max_passage_chars is None else max_passage_chars
         self._tags = {name: f"<{getattr(tags, name)}>" for name in ("think", "search", "answer", "information")}
         self._tags |= {f"end_{name}": f"</{tag[1:]}" for name, tag in self._tags.items()}
         self._templates = templates
@@ -317,7 +318,7 @@ class Renderer:
         """Write the task text: the protocol, every rule that scoring applies, and the questions."""
         number = len(task.questions)
         questions = self._question_joiner.join(
-            self._templates.question.format(number=i, question=question, **self._tags)
+            self._templates.question.format(number=i, question=question)
             for i, question in enumerate(task.questions, start=1)
         )
         count_rule = _COUNT_RULES[self._answer_count].format(number=number)
@@ -333,9 +334,9 @@ class Renderer:
         """Write the reply to a search; ``left`` turns remain."""
         if not passages:
             return f"{self._open}{self._hints[left]}{self._nothing_found}{self._close}"
-        template, limit = self._templates.document, self._max_passage_chars
+        write, limit = self._templates.document.format, self._max_passage_chars
         documents = [
-            template.format(k=k, title=_shorten(passage.title, limit), text=_shorten(passage.text, limit), **self._tags)
+            write(k=k, title=_shorten(passage.title, limit), text=_shorten(passage.text, limit))
             for k, passage in enumerate(passages, start=1)
         ]
         # After joining, so that no tag can be pieced together from a title and a text, or from two passages.
@@ -359,9 +360,9 @@ _COUNT_RULES = {
 ON_INVALID = tuple(_INVALID_RULES)
 
 
-def _shorten(text: str, limit: int | None) -> str:
+def _shorten(text: str, limit: int) -> str:
     text = text.strip()
-    if limit is None or len(text) <= limit:
+    if len(text) <= limit:
         return text
     cut = text.rfind(" ", limit // 2, limit)
     return text[: cut if cut > 0 else limit].rstrip() + "…"

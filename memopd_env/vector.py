@@ -104,12 +104,11 @@ class MemOPDVectorEnv(gym.vector.VectorEnv[Observations, Sequence[str], np.ndarr
         indices = [indices] * self.num_envs if indices is None or isinstance(indices, int) else list(indices)
         if len(seeds) != self.num_envs or len(indices) != self.num_envs:
             raise ConfigError(f"seed and task_index must be one number or {self.num_envs} numbers, one per environment")
-        infos: dict[str, Any] = {}
+        infos: list[dict[str, Any]] = [{}] * self.num_envs
         for i in chosen:
-            self._observations[i], info = self.envs[i].reset(seed=seeds[i], options={"task_index": indices[i]})
-            infos = self._add_info(infos, info, i)
+            self._observations[i], infos[i] = self.envs[i].reset(seed=seeds[i], options={"task_index": indices[i]})
             self._done[i] = False
-        return self._batch(), infos
+        return self._batch(), batch_infos(infos)
 
     def step(self, actions: Sequence[str]) -> tuple[Observations, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
         """Play one turn in every environment with at most one search for all of them.
@@ -125,19 +124,20 @@ class MemOPDVectorEnv(gym.vector.VectorEnv[Observations, Sequence[str], np.ndarr
         rewards = np.zeros(self.num_envs, dtype=np.float64)
         terminations = np.zeros(self.num_envs, dtype=np.bool_)
         truncations = np.zeros(self.num_envs, dtype=np.bool_)
-        infos: dict[str, Any] = {}
+        infos: list[dict[str, Any]] = []
         for i, env in enumerate(self.envs):
             if resetting[i]:
-                self._observations[i], info = env.reset()
+                observation, info = env.reset()
             else:
-                self._observations[i], rewards[i], terminations[i], truncations[i], info = env.finish_step(found[i])
+                observation, rewards[i], terminations[i], truncations[i], info = env.finish_step(found[i])
                 if (terminations[i] or truncations[i]) and self.autoreset_mode is AutoresetMode.SAME_STEP:
-                    final = {"final_obs": self._observations[i], "final_info": info}
-                    infos = self._add_info(infos, final, i)
-                    self._observations[i], info = env.reset()
-            infos = self._add_info(infos, info, i)
+                    final = {"final_obs": observation, "final_info": info}
+                    observation, info = env.reset()
+                    info |= final
+            self._observations[i] = observation
+            infos.append(info)
         self._done = terminations | truncations
-        return self._batch(), rewards, terminations, truncations, infos
+        return self._batch(), rewards, terminations, truncations, batch_infos(infos)
 
     def render(self) -> tuple[str | None, ...]:  # type: ignore[override]
         """Render each environment."""
@@ -178,3 +178,37 @@ class MemOPDVectorEnv(gym.vector.VectorEnv[Observations, Sequence[str], np.ndarr
         if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_ or mask.shape != (self.num_envs,):
             raise ConfigError(f"reset_mask must be a boolean array of length {self.num_envs}")
         return mask
+
+
+def batch_infos(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Turn the infos of n environments into one, in the form that Gymnasium's vector environments have.
+
+    Every key becomes an array of length n with a mask ``_key`` beside it; dicts become dicts of such arrays, except
+    that of ``final_obs``. It is ``VectorEnv._add_info`` key by key instead of environment by environment, which is
+    several times faster.
+
+    Args:
+        infos: One info an environment; empty where there is none.
+    """
+    columns: dict[str, list[tuple[int, Any]]] = {}
+    for i, info in enumerate(infos):
+        for key, value in info.items():
+            columns.setdefault(key, []).append((i, value))
+    batch: dict[str, Any] = {}
+    for key, entries in columns.items():
+        mask = np.zeros(len(infos), dtype=np.bool_)
+        kind = type(entries[0][1])
+        if kind is dict and key != "final_obs":
+            nested: list[dict[str, Any]] = [{}] * len(infos)
+            for i, value in entries:
+                nested[i] = value
+                mask[i] = True
+            batch[key] = batch_infos(nested)
+        else:
+            array = np.zeros(len(infos), kind) if kind in (int, float, bool) else np.full(len(infos), None, object)
+            for i, value in entries:
+                array[i] = value
+                mask[i] = True
+            batch[key] = array
+        batch[f"_{key}"] = mask
+    return batch
