@@ -1,0 +1,35 @@
+# Two commands: `make quickstart` plays, learns and measures on a CPU; `make test` runs the whole suite.
+# Both make .venv and install everything pinned if it is not there.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: quickstart test lint docs clean
+
+quickstart: $(STAMP)
+	$(BIN)/memopd quickstart --out runs/quickstart $(if $(SEED),--seed $(SEED)) $(if $(FROM_SCRATCH),--from-scratch)
+
+test: $(STAMP)
+	CI=true HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+docs: $(STAMP)
+	$(BIN)/pip install --quiet -e '.[docs]'
+	$(BIN)/mkdocs build --strict
+
+# torch comes first and alone: then nothing pulls in a CUDA build on a machine without a GPU.
+$(STAMP): pyproject.toml requirements.lock
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(BIN)/pip install torch==2.13.0
+	$(BIN)/pip install -r requirements.lock
+	$(BIN)/pip install --no-deps -e .
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
