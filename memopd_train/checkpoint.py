@@ -19,7 +19,7 @@ from types import FrameType
 
 from torch import nn
 from transformers import Trainer
-from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
+from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints, suppress_progress_bars
 
 from memopd_train.errors import CheckpointError
 
@@ -89,6 +89,7 @@ class AtomicCheckpoints(Trainer):
         self.accelerator.wait_for_everyone()
         try:
             super()._save_checkpoint(model, trial)
+            self._save_extra(self._staging / f"checkpoint-{self.state.global_step}")
         finally:
             staging, self._staging = self._staging, None
         self.accelerator.wait_for_everyone()
@@ -99,8 +100,12 @@ class AtomicCheckpoints(Trainer):
             rotate_checkpoints(str(run), self.args.save_total_limit)
         self.accelerator.wait_for_everyone()
 
+    def _save_extra(self, folder: Path) -> None:
+        """Add files to a checkpoint before it is published; called on every rank."""
+
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        super()._save(output_dir, state_dict)
+        with suppress_progress_bars():
+            super()._save(output_dir, state_dict)
         if self.args.should_save:
             folder = Path(output_dir or str(self.args.output_dir))
             (folder / "training_args.bin").unlink(missing_ok=True)

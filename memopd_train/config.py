@@ -76,10 +76,9 @@ _AT_LEAST_ONE = [
     "episodes_per_iteration",
     "rollouts_per_task",
     "max_new_tokens",
-    "rollout_threads",
+    "max_active",
     "ppo_epochs",
     "mini_batch_episodes",
-    "max_pack_tokens",
     "opd_top_k",
 ]
 _NOT_NEGATIVE = [
@@ -93,6 +92,8 @@ _NOT_NEGATIVE = [
     "learning_rate",
     "critic_learning_rate",
     "critic_warmup_iterations",
+    "max_pack_tokens",
+    "alarm_gap",
     "eval_every",
     "max_seconds",
 ]
@@ -114,14 +115,22 @@ class MemOPDConfig(_BaseConfig):
     iterations: int = _option(500, "Rounds of play and learn.")
     episodes_per_iteration: int = _option(128, "Episodes played, over all ranks, before the policy learns from them.")
     rollouts_per_task: int = _option(1, "Episodes per drawn task; must divide episodes_per_iteration.")
-    memory: str = _option("consolidate", "Memory policy of the environment: consolidate, full or window:k.")
+    memory: str = _option("consolidate", "Memory policy of the default environment: consolidate, full or window:k.")
+    instructions: str = _option("full", "Instructions of the default environment: full, terse or a template.")
     max_new_tokens: int = _option(512, "Most tokens of one call.")
-    rollout_threads: int = _option(8, "Threads in which environments step and search.")
+    max_active: int = _option(64, "Most episodes in progress at a time, on each rank.")
 
     # Learn
     ppo_epochs: int = _option(1, "Passes over each batch of episodes.")
     mini_batch_episodes: int = _option(64, "Episodes per optimiser step, over all ranks.")
-    max_pack_tokens: int = _option(8192, "Unique tokens in one forward pass; a longer call is an error.")
+    max_pack_tokens: int = _option(
+        0,
+        "Most unique tokens in one forward pass; a longer call is an error. 0 is 8192 on a GPU; on a CPU 1024, or more "
+        "where a call is longer.",
+    )
+    attention: Literal["auto", "sdpa", "flex", "varlen"] = _option(
+        "auto", "Attention over packs; auto is flex on a GPU and sdpa on a CPU. varlen needs share_prefix false."
+    )
     share_prefix: bool = _option(True, "Compute what calls have in common once.")
     gamma: float = _option(1.0, "Discount per sampled token.")
     lam: float = _option(1.0, "Lambda of GAE.")
@@ -171,6 +180,7 @@ class MemOPDConfig(_BaseConfig):
     log_episodes: bool = _option(False, "Write every training episode to episodes.jsonl.")
     alarm_entropy: float = _option(0.02, "Warn when the mean entropy (nats) falls below; 0 is off.")
     alarm_kl: float = _option(0.2, "Warn when the approximate KL of an update rises above; 0 is off.")
+    alarm_gap: float = _option(0.1, "Warn when p99 of |Δ log-prob| between engine and trainer rises above; 0 is off.")
     alarm_invalid: float = _option(0.5, "Warn when this share of actions is invalid; 0 is off.")
     max_seconds: float = _option(0.0, "Wall-clock budget of the whole run, resumptions included; 0 is no limit.")
 
@@ -186,19 +196,9 @@ class MemOPDConfig(_BaseConfig):
     def __post_init__(self) -> None:
         self.bf16 = _runs_in_bf16(self.bf16, self.fp16, self.use_cpu)
         _check_choices(self, MemOPDConfig)
-        for name in ("iterations", "episodes_per_iteration", "rollouts_per_task", "max_new_tokens", "rollout_threads"):
+        for name in _AT_LEAST_ONE:
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        for name in ("ppo_epochs", "mini_batch_episodes", "max_pack_tokens", "opd_top_k"):
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        for name in ("value_coef", "entropy_coef", "reference_kl_coef", "importance_cap", "opd_coef", "opd_coef_end"):
-            _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
-        for name in (
-            "cliprange_value",
-            "critic_learning_rate",
-            "critic_warmup_iterations",
-            "eval_every",
-            "max_seconds",
-        ):
+        for name in _NOT_NEGATIVE:
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         for name in ("gamma", "lam"):
             _require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "between 0 and 1")
@@ -221,6 +221,12 @@ class MemOPDConfig(_BaseConfig):
             "gradient_accumulation_steps",
             self.gradient_accumulation_steps,
             "1: gradients are accumulated over the packs of a mini-batch anyway; set mini_batch_episodes",
+        )
+        _require(
+            self.attention != "varlen" or not self.share_prefix,
+            "share_prefix",
+            self.share_prefix,
+            "false with attention varlen, which cannot express a tree",
         )
         self.max_steps = self.iterations * self.steps_per_iteration
         super().__post_init__()
@@ -253,6 +259,25 @@ class MemOPDConfig(_BaseConfig):
         if self.opd_schedule == "cosine":
             return self.opd_coef_end + (self.opd_coef - self.opd_coef_end) * 0.5 * (1 + math.cos(math.pi * progress))
         return self.opd_coef
+
+
+def check_parts(args: MemOPDConfig, *, teacher: object, reference: object, train_tasks: int, eval_tasks: int) -> None:
+    """Check that a run has the models and tasks that its options need.
+
+    Raises:
+        ConfigError: Names what is missing and the way out.
+    """
+    if args.needs_teacher and teacher is None:
+        raise ConfigError(f"divergence {args.divergence!r} needs a teacher: pass one, or set divergence to none")
+    if args.reference_kl_coef > 0 and reference is None:
+        raise ConfigError("reference_kl_coef needs a reference: pass ref_model, e.g. the student before training")
+    if not train_tasks:
+        raise ConfigError("there are no training tasks: pass train_tasks")
+    if args.eval_every and not eval_tasks:
+        raise ConfigError("eval_every is set, but there are no eval_tasks: pass held-out tasks, or set eval_every to 0")
+    groups = args.episodes_per_iteration // args.rollouts_per_task
+    if groups < args.world_size:
+        raise ConfigError(f"{groups} tasks an iteration cannot feed {args.world_size} ranks: play more episodes")
 
 
 Config = TypeVar("Config", MemOPDConfig, MemOPDSFTConfig)
