@@ -125,20 +125,24 @@ class Pack:
             seq_lengths=(self.num_tokens, self.num_tokens),
         )
 
-    def sequence_lengths(self) -> list[int]:
-        """Return the lengths of the row's separate sequences, for attention over plain causal sequences.
+    def runs(self) -> list[Tensor]:
+        """Cut the row where the walk turns back, and return what each run sees: its ancestors, then itself.
 
-        Raises:
-            PackError: If the row branches: such a row needs a tree mask.
+        Within a run every node is a child of the one before, so its attention is plainly causal, with all ancestors
+        before the first query. Without branches the runs are just the calls.
+
+        Returns:
+            For each run of n row positions under a ancestors, the (a + n,) row positions from the root to its end, on
+            the CPU.
         """
-        start = torch.nonzero(self.position_ids == 0).flatten()
-        end = torch.cat([start[1:], start.new_tensor([self.num_tokens])])
-        lengths = end - start
-        if not torch.equal(self.subtree_end, torch.repeat_interleave(end, lengths)):
-            raise PackError(
-                "this pack shares prefixes between calls: pack(..., share_prefix=False) for causal sequences"
-            )
-        return lengths.tolist()
+        depth = self.position_ids.tolist()
+        starts = [i for i in range(len(depth)) if i == 0 or depth[i] != depth[i - 1] + 1]
+        path, seen = torch.empty(max(depth, default=0) + 1, dtype=torch.int64), []
+        for start, end in zip(starts, [*starts[1:], len(depth)], strict=True):
+            bottom = depth[end - 1] + 1
+            path[depth[start] : bottom] = torch.arange(start, end)
+            seen.append(path[:bottom].clone())
+        return seen
 
     def padded(self, num_tokens: int) -> Pack:
         """Return the pack lengthened to ``num_tokens`` by tokens that see, and are seen by, only themselves."""

@@ -8,10 +8,10 @@ the cache off:
 ========  ===========================================  =============================================================
 back end  structure                                    use
 ========  ===========================================  =============================================================
-sdpa      (1, 1, T, T) boolean mask                    CPU, and the reference; its cost grows with T x T
+sdpa      (1, 1, T, T) boolean mask                    any device, and the reference; its cost grows with T x T
+varlen    causal runs, each under its ancestors        any device: pays for visible keys only; the flash kernel on a GPU
+                                                       in half precision, a loop over the runs elsewhere
 flex      FlexAttention block mask                     GPU; no backward pass on a CPU
-varlen    lengths of causal sequences                  ``share_prefix=False`` packs; flash kernel on a GPU in half
-                                                       precision, one sequence at a time elsewhere
 ========  ===========================================  =============================================================
 
 Axes: T = tokens of the row, A = sampled tokens, H = hidden width, V = vocabulary.
@@ -33,8 +33,9 @@ from memopd_env.errors import MemOPDError
 
 from .alignpack import FLEX_BLOCK, Pack
 
-CPU_MAX_TOKENS = 1024
-"""Good ``max_tokens`` of a pack for ``sdpa`` on a CPU; longer rows spend their time on masked scores."""
+CPU_MAX_TOKENS = 512
+"""Good ``max_tokens`` of a pack on a CPU. With ``sdpa`` longer rows spend their time on masked scores (three layers of width
+128: 12.2 k tokens/s at 512, 9.8 k at 1024, 4.5 k at 2048, 2.7 k at 4096); ``varlen`` does 22-25 k at any length."""
 
 
 class Backend(StrEnum):
@@ -80,7 +81,6 @@ def hidden_states(model: PreTrainedModel, pack: Pack, backend: Backend | str = B
 
     Raises:
         BackendError: If the back end cannot run here or the model's layers would ignore the structure.
-        PackError: If ``varlen`` is asked to compute a pack that shares prefixes.
     """
     backend = Backend(backend)
     _check(model, pack, backend)
@@ -95,7 +95,11 @@ def hidden_states(model: PreTrainedModel, pack: Pack, backend: Backend | str = B
     elif backend is Backend.FLEX:
         structure = {"attention_mask": row.block_mask()}
     else:
-        structure = {"sequence_lengths": pack.sequence_lengths()}
+        runs = pack.runs()
+        ends = [int(seen[-1]) + 1 for seen in runs]
+        lengths = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+        on_device = torch.cat(runs).to(model.device).split([len(seen) for seen in runs])
+        structure = {"runs": on_device, "run_lengths": lengths}
     output = model.get_decoder()(
         input_ids=row.input_ids[None], position_ids=row.position_ids[None], use_cache=False, **structure
     )
@@ -169,28 +173,58 @@ def _varlen_attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    sequence_lengths: list[int] | None = None,
+    runs: Sequence[Tensor] | None = None,
+    run_lengths: list[int] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each sequence of one row, (1, heads, T, head width) -> (1, T, heads, head width)."""
-    lengths = [query.shape[2]] if sequence_lengths is None else sequence_lengths
+    """Attention run by run: (1, heads, T, head width) -> (1, T, heads, head width). Without runs the row is one run."""
+    if runs is None or run_lengths is None:
+        runs, run_lengths = [torch.arange(query.shape[2], device=query.device)], [query.shape[2]]
+    # One gather and one split: their gradients cost one pass over the row, not one for each run.
+    seen, seen_lengths = torch.cat(list(runs)), [len(run) for run in runs]
+    key, value = key.index_select(2, seen), value.index_select(2, seen)
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and dropout == 0.0:
-        from torch.nn.attention.varlen import varlen_attn
-
-        bounds = F.pad(torch.tensor(lengths, device=query.device).cumsum(0, dtype=torch.int32), (1, 0))
-        row_query, row_key, row_value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-        longest, causal = max(lengths), (-1, 0)
-        output = varlen_attn(
-            row_query, row_key, row_value, bounds, bounds, longest, longest,
-            scale=scaling, window_size=causal, enable_gqa=True,
-        )  # fmt: skip
-        assert isinstance(output, Tensor)
-        return output[None], None
-    parts = [
-        F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=True)
-        for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
-    ]
+        return _flash(query, key, value, scaling, run_lengths, seen_lengths), None
+    pieces = zip(query.split(run_lengths, 2), key.split(seen_lengths, 2), value.split(seen_lengths, 2), strict=True)
+    parts = []
+    for run_query, run_key, run_value in pieces:
+        length, total = run_query.shape[2], run_key.shape[2]
+        structure: dict[str, Any] = {"is_causal": True}
+        if total > length:
+            visible = torch.ones(length, total, dtype=torch.bool, device=query.device).tril(total - length)
+            structure = {"attn_mask": visible}
+        parts.append(
+            F.scaled_dot_product_attention(
+                run_query, run_key, run_value, dropout_p=dropout, scale=scaling, enable_gqa=True, **structure
+            )
+        )
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, lengths: list[int], seen_lengths: list[int]
+) -> Tensor:
+    """All runs in one flash kernel: its causal mask is aligned to the end of the keys, so ancestors are all seen."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    def bounds(sizes: list[int]) -> Tensor:
+        return F.pad(torch.tensor(sizes, device=query.device).cumsum(0, dtype=torch.int32), (1, 0))
+
+    row_query, row_key, row_value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    output = varlen_attn(
+        row_query,
+        row_key,
+        row_value,
+        bounds(lengths),
+        bounds(seen_lengths),
+        max(lengths),
+        max(seen_lengths),
+        scale=scaling,
+        window_size=(-1, 0),
+        enable_gqa=True,
+    )
+    assert isinstance(output, Tensor)
+    return output[None]
 
 
 AttentionInterface.register(IMPLEMENTATIONS[Backend.VARLEN], _varlen_attention)

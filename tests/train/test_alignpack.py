@@ -162,7 +162,7 @@ def test_without_sharing_calls_lie_side_by_side_in_order(episodes: list[Episode]
     calls = [call.prompt_ids + call.action_ids for *_, call in all_calls(episodes)]
     packs = pack(episodes, share_prefix=False)
     assert [i for p in packs for i in p.input_ids.tolist()] == [i for call in calls for i in call]
-    assert [n for p in packs for n in p.sequence_lengths()] == [len(call) for call in calls]
+    assert [p.input_ids[seen].tolist() for p in packs for seen in p.runs()] == calls
 
 
 @pytest.mark.parametrize("num_tokens", [1, 127, 128, 129, 700])
@@ -239,10 +239,18 @@ def test_a_pack_made_by_hand_needs_no_flat_index() -> None:
     assert p.to("cpu").num_tokens == 2
 
 
-def test_a_branching_row_has_no_sequence_lengths() -> None:
-    (p,) = pack([Episode([Call([1, 2], [3]), Call([1, 4], [5])], 0.0)])
-    with pytest.raises(PackError, match="share_prefix=False"):
-        p.sequence_lengths()
+@settings(max_examples=100, deadline=None)
+@given(played_episodes(), st.booleans())
+def test_runs_cover_the_row_and_see_what_the_mask_lets_them_see(episodes: list[Episode], share: bool) -> None:
+    for p in pack(episodes, share_prefix=share):
+        mask, start = p.attention_mask(), 0
+        for seen in p.runs():
+            end = int(seen[-1]) + 1
+            for position in range(start, end):
+                visible = seen[: len(seen) - (end - 1 - position)]
+                assert torch.equal(mask[position].nonzero()[:, 0], visible)
+            start = end
+        assert start == p.num_tokens
 
 
 def test_unpack_refuses_packs_that_do_not_cover_the_batch() -> None:
