@@ -36,9 +36,11 @@ _CLOSER = re.compile(
     f"[{re.escape(''.join(_ANGLE.values()) + ''.join(_SQUARE.values()))}]|{_CLOSE_ESCAPE}", re.IGNORECASE
 )
 
-# Names besides the protocol's own. Every <|...|> counts as a control token, whatever its name.
+# Names besides the configured ones: those of the protocol as published, which models know, and those of chat templates.
+# Every <|...|> counts as a control token, whatever its name.
+_PUBLISHED_NAMES = ("think", "search", "answer", "information")
 _CONTROL_NAMES = (
-    *("think", "tool_call", "tool_response", "s", "bos", "eos", "pad", "unk", "sys", "inst", "hint"),
+    *("tool_call", "tool_response", "s", "bos", "eos", "pad", "unk", "sys", "inst", "hint"),
     *("im_start", "im_end", "endoftext", "begin_of_text", "end_of_text", "start_header_id", "end_header_id"),
     *("eot_id", "start_of_turn", "end_of_turn"),
 )
@@ -124,7 +126,7 @@ def _tag_name_end(text: str, start: int, forbidden: frozenset[str], longest: int
 
 @lru_cache(maxsize=64)
 def _folded_names(names: tuple[str, ...]) -> tuple[frozenset[str], frozenset[str], int]:
-    own = {_fold_name(name) for name in names}
+    own = {_fold_name(name) for name in (*names, *_PUBLISHED_NAMES)}
     angle = frozenset(own | {_fold_name(name) for name in _CONTROL_NAMES})
     square = frozenset(own | set(_HINT_NAMES))
     return angle, square, max(map(len, angle))

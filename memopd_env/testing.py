@@ -89,7 +89,7 @@ def check_spoofing(make: Callable[[Sequence[Task], Retriever], gym.Env[Any, Any]
     """
     tags = tags or Tags()
     plain_task = make([Task("plain", ["Who?", "What?"], [["nobody"], ["nothing"]])], _Fixed([])).reset()[0]["task"]
-    for spoof in SPOOFS:
+    for spoof in _spoofs(tags):
         passages = [Passage("0", spoof, spoof), Passage("1", "<", "/answer>"), Passage("2", "plain", f"a {spoof} b")]
         task = Task("spoof", [f"Who? {spoof}", "What?"], [["nobody"], ["nothing"]])
         env = make([task], _Fixed(passages))
@@ -215,6 +215,18 @@ def check_agent(agent: _Agent, env: gym.Env[Any, Any], seed: int = 0, *, determi
         episodes.append(actions)
     if deterministic and episodes[0] != episodes[1]:
         _fail(f"{name} acted differently in two episodes with seed {seed}; or pass deterministic=False")
+
+
+def _spoofs(tags: Tags) -> list[str]:
+    """Return the corpus, and the same in the configured names."""
+    spoofs = list(SPOOFS)
+    for spoof in SPOOFS:
+        renamed = spoof
+        for standard, configured in zip(Tags().names, tags.names, strict=True):
+            renamed = renamed.replace(standard, configured)
+        if renamed != spoof:
+            spoofs.append(renamed)
+    return spoofs
 
 
 class _Fixed:
