@@ -8,13 +8,16 @@ agent can make them fail, and both write a protocol tag as one token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from memopd_env.errors import ConfigError
 from memopd_env.protocol import Tags
@@ -23,12 +26,15 @@ from memopd_env.tasks import world
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PAD, START, END = "<|pad|>", "<|im_start|>", "<|im_end|>"
+START, END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 CHAT_TEMPLATE = "{% for message in messages %}" + START + "{{ message['content'] }}" + END + "{% endfor %}"
 
 
-def pieces_tokenizer(pieces: Iterable[str], tags: Tags | None = None) -> PreTrainedTokenizerFast:
+def pieces_tokenizer(pieces: Iterable[str], tags: Tags | None = None) -> Qwen2Tokenizer:
     """Make a tokenizer whose tokens are the given pieces; whatever they cannot spell is spelled in bytes.
+
+    The pieces become the merges of a byte-level BPE, so the tokenizer is an ordinary Qwen2 one and every tool that loads
+    a Qwen2 model's tokenizer reads it right. Earlier pieces win where two could overlap.
 
     Args:
         pieces: Texts that shall be one token each; a leading space belongs to the piece (``" mother"``).
@@ -37,28 +43,42 @@ def pieces_tokenizer(pieces: Iterable[str], tags: Tags | None = None) -> PreTrai
     Returns:
         A tokenizer with a chat template, ``pad_token`` and ``eos_token``.
     """
-    spelled = [f"<0x{byte:02X}>" for byte in range(256)]
-    words = [piece.replace(" ", "▁") for piece in dict.fromkeys(pieces)]
-    vocabulary = [("<|unk|>", 0.0), *((byte, -30.0) for byte in spelled), *((word, -1.0) for word in words)]
-    core = Tokenizer(models.Unigram(vocabulary, unk_id=0, byte_fallback=True))
-    core.normalizer = normalizers.Replace(" ", "▁")
-    # Words are cut where a space begins, so that a piece never straddles two words.
-    core.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
-    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    return _finish(core, tags)
+    merges: dict[tuple[str, str], int] = {}
+    vocabulary = {symbol: number for number, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    for piece in pieces:
+        symbols = _merge(list(_bytes(piece)), merges)
+        while len(symbols) > 1:
+            merges[symbols[0], symbols[1]] = len(merges)
+            symbols[:2] = [symbols[0] + symbols[1]]
+            vocabulary.setdefault(symbols[0], len(vocabulary))
+    return _finish(vocabulary, list(merges), tags)
 
 
-def terse_world_tokenizer(tags: Tags | None = None) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of the terse built-in world: syllables, relation words and marks (about 600 tokens)."""
-    pieces = [f" {start}" for start in world.STARTS] + list(world.ENDS)
-    pieces += [f" {start}" for start in world.VALUE_STARTS] + list(world.VALUE_ENDS)
-    pieces += [f" {relation}" for relation in world.TERSE_RELATIONS]
-    pieces += [*(f" {digit}" for digit in range(10)), *map(str, range(10))]
-    pieces += ["Q:", " left.", " ?", "?", ";", ",", ".", ":", "\n", " ", " unknown", " nothing", " found", " invalid", " action"]
+def _bytes(text: str) -> str:
+    """Spell a text in the characters that byte-level BPE has for bytes."""
+    return "".join(part for part, _ in pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text))
+
+
+def _merge(symbols: list[str], merges: Mapping[tuple[str, str], int]) -> list[str]:
+    """Apply byte-pair merges, lowest rank first, as the tokenizer will."""
+    while len(symbols) > 1:
+        ranks = [merges.get(pair, len(merges)) for pair in pairwise(symbols)]
+        place = min(range(len(ranks)), key=ranks.__getitem__)
+        if ranks[place] == len(merges):
+            break
+        symbols[place : place + 2] = [symbols[place] + symbols[place + 1]]
+    return symbols
+
+
+def terse_world_tokenizer(tags: Tags | None = None) -> Qwen2Tokenizer:
+    """Return the tokenizer of the terse built-in world: syllables, relation words and marks (about 650 tokens)."""
+    pieces = [f" {start}" for start in (*world.STARTS, *world.VALUE_STARTS)]
+    pieces += [*world.ENDS, *world.VALUE_ENDS]
+    pieces += [f" {word}" for word in (*world.TERSE_RELATIONS, "left", "unknown", "nothing", "found", "invalid", "action", "?")]
     return pieces_tokenizer(pieces, tags)
 
 
-def learned_tokenizer(texts: Iterable[str], vocab_size: int = 4096, tags: Tags | None = None) -> PreTrainedTokenizerFast:
+def learned_tokenizer(texts: Iterable[str], vocab_size: int = 4096, tags: Tags | None = None) -> Qwen2Tokenizer:
     """Learn a byte-level BPE tokenizer; digits stay single, so numbers are copied digit by digit.
 
     Args:
@@ -69,24 +89,23 @@ def learned_tokenizer(texts: Iterable[str], vocab_size: int = 4096, tags: Tags |
     if vocab_size < 256:
         raise ConfigError(f"a byte-level vocabulary has at least 256 tokens, not {vocab_size}")
     core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    core.decoder = decoders.ByteLevel()
+    core.normalizer = normalizers.NFC()
+    core.pre_tokenizer = _finish({}, [], tags).backend_tokenizer.pre_tokenizer
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     core.train_from_iterator(texts, trainer)
-    return _finish(core, tags)
+    learned = json.loads(core.to_str())["model"]
+    return _finish(learned["vocab"], [tuple(pair) for pair in learned["merges"]], tags)
 
 
-def _finish(core: Tokenizer, tags: Tags | None) -> PreTrainedTokenizerFast:
+def _finish(vocabulary: dict[str, int], merges: list[tuple[str, str]], tags: Tags | None) -> Qwen2Tokenizer:
     tags = tags or Tags()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token=PAD, eos_token=END)
-    tokenizer.add_special_tokens({"additional_special_tokens": [START]})
-    names = (tags.think, tags.search, tags.answer, tags.information)
-    marks = [AddedToken(mark, normalized=False) for name in names for mark in (f"<{name}>", f"</{name}>")]
-    tokenizer.add_tokens(marks)
+    tokenizer = Qwen2Tokenizer(
+        vocabulary, merges, unk_token=None, pad_token=PAD, eos_token=END, additional_special_tokens=[START]
+    )
+    marks = [f"<{slash}{name}>" for name in tags.names for slash in ("", "/")]
+    tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in marks])
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
@@ -136,4 +155,27 @@ def new_model(tokenizer: PreTrainedTokenizerBase, shape: ModelShape | None = Non
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Qwen2ForCausalLM(config).float()
+        model = Qwen2ForCausalLM(config).float()
+        # A token's own identity must not drown in what the first layer adds, or matching it later is hard to learn.
+        torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.5)
+        _look_back(model, heads=max(1, shape.heads // 2))
+        return model
+
+
+def _look_back(model: Qwen2ForCausalLM, heads: int, sharpness: float = 6.4, planes: int = 6) -> None:
+    """Set the first layer's query and key biases so that some heads begin by attending to the previous token.
+
+    Copying rests on such heads (arXiv 2209.11895), and finding them by gradient alone is most of the time that a small
+    model needs before it reads. With rotary embeddings the score of a query at ``m`` and a key at ``n`` is a sum of
+    ``cos((m - n) * frequency + phase)``; a phase of ``-frequency`` in the fastest planes puts its peak at ``m - n = 1``.
+    """
+    config, attention = model.config, model.model.layers[0].self_attn
+    size = config.hidden_size // config.num_attention_heads
+    base = config.rope_parameters["rope_theta"]
+    with torch.no_grad():
+        for plane in range(min(planes, size // 2)):
+            frequency = base ** (-2 * plane / size)
+            for first in range(0, heads * size, size):
+                attention.k_proj.bias[first + plane] = sharpness
+                attention.q_proj.bias[first + plane] = sharpness * math.cos(frequency)
+                attention.q_proj.bias[first + plane + size // 2] = -sharpness * math.sin(frequency)

@@ -86,7 +86,8 @@ class OracleAgent:
         """Take from the information what answers question ``number``, or what leads on to its next search."""
         assert self._task is not None
         notes = self._notes[number]
-        notes.seen.append(f" {normalize_answer(information)} ")
+        text = information.replace("<", " <").replace(">", "> ")  # a tag must not stick to the word beside it
+        notes.seen.append(f" {normalize_answer(text)} ")
         if notes.queries:
             notes.bridge = notes.queries[0] if self._mentions(notes.seen[-1], notes.queries[0]) else None
             return
@@ -103,10 +104,9 @@ class OracleAgent:
     def _act(self, tag: str, content: str) -> str:
         assert self._task is not None
         memory = []
-        for question, notes in zip(self._task.questions, self._notes, strict=True):
-            known = notes.found or (
-                f"({notes.bridge}) ?" if notes.bridge else "?" if notes.open or self._asked else UNKNOWN
-            )
+        for number, (question, notes) in enumerate(zip(self._task.questions, self._notes, strict=True)):
+            pending = notes.open or number == self._asked
+            known = notes.found or (f"({notes.bridge}) ?" if notes.bridge and pending else "?" if pending else UNKNOWN)
             memory.append(f"{question.rstrip(' ?')} {known}")
         think = self._tags.think
         return f"<{think}> {'; '.join(memory)}</{think}><{tag}> {content}</{tag}>"
