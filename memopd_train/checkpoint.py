@@ -19,7 +19,8 @@ from types import FrameType
 
 from torch import nn
 from transformers import Trainer
-from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints, suppress_progress_bars
+from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
+from transformers.utils import logging as transformers_logging
 
 from memopd_train.errors import CheckpointError
 
@@ -104,7 +105,7 @@ class AtomicCheckpoints(Trainer):
         """Add files to a checkpoint before it is published; called on every rank."""
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        with suppress_progress_bars():
+        with _no_progress_bars():
             super()._save(output_dir, state_dict)
         if self.args.should_save:
             folder = Path(output_dir or str(self.args.output_dir))
@@ -127,6 +128,18 @@ class AtomicCheckpoints(Trainer):
 
     def _send_telemetry(self) -> None:
         """No telemetry."""
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Keep the bar that transformers shows for every file it writes out of ours."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
 
 
 class Interrupt:

@@ -1,0 +1,49 @@
+"""A model and its tokenizer from one word: a folder, a hub name, or ``new:SIZE`` made on the spot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from memopd_env.errors import ConfigError
+from memopd_train.smallmodel import ModelShape, learned_tokenizer, new_model, terse_world_tokenizer
+
+SHAPES = {
+    "tiny": ModelShape(layers=2, width=64, heads=2),
+    "small": ModelShape(layers=3, width=128, heads=4),
+    "medium": ModelShape(layers=4, width=256, heads=8),
+}
+
+
+def open_model(
+    spec: str, *, texts: Iterable[str] | None = None, seed: int = 0
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load or make a causal language model and its tokenizer.
+
+    Args:
+        spec: A folder, a name on the Hugging Face hub, or ``new:tiny``, ``new:small``, ``new:medium``.
+        texts: What a new model's tokenizer is learned from; None takes that of the terse built-in world.
+        seed: Seed of new weights.
+
+    Raises:
+        ConfigError: If the size is unknown, or there is no such model.
+    """
+    if spec.startswith("new:"):
+        size = spec.removeprefix("new:")
+        if size not in SHAPES:
+            raise ConfigError(f"model {spec!r}: the size must be one of {', '.join(SHAPES)}")
+        tokenizer = terse_world_tokenizer() if texts is None else learned_tokenizer(texts)
+        return new_model(tokenizer, SHAPES[size], seed), tokenizer
+    if Path(spec).exists() and not (Path(spec) / "config.json").is_file():
+        raise ConfigError(f"{spec} is not a model: it has no config.json; the model of a run is in its folder model/")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(spec)
+        model = AutoModelForCausalLM.from_pretrained(spec, dtype="auto")
+    except (OSError, ValueError) as problem:
+        raise ConfigError(
+            f"cannot load model {spec!r}: {str(problem).splitlines()[0]} "
+            "Give a folder with config.json and weights, a hub name, or new:small"
+        ) from problem
+    return (model if model.device.type != "cpu" else model.float()), tokenizer
