@@ -1,0 +1,23 @@
+"""Who plays: agents, the engines that sample their tokens, rollouts that record them, evaluations that measure them.
+
+Importing it needs no torch: an engine is imported when it is asked for.
+"""
+
+from __future__ import annotations
+
+from memopd_agents.episode import Call, Episode, SegmentSpan, read_episodes, write_episodes
+from memopd_agents.policy import PolicyAgent
+from memopd_agents.rollout import rollout
+from memopd_agents.scripted import OracleAgent, RandomAgent
+
+__all__ = [
+    "Call",
+    "Episode",
+    "OracleAgent",
+    "PolicyAgent",
+    "RandomAgent",
+    "SegmentSpan",
+    "read_episodes",
+    "rollout",
+    "write_episodes",
+]

@@ -1,13 +1,29 @@
 """The token-exact record of one task played to its end.
 
-A call stores the ids the model was given and the ids it sampled, nothing re-encoded, so the trainer can rebuild the very
-state of every sampled token. Two lists of ids are enough to build one by hand; everything else has a default.
+A call stores the ids the model was given and the ids it sampled, nothing re-encoded, so the trainer can rebuild the
+very state of every sampled token. Two lists of ids are enough to build one by hand; everything else has a default.
+
+On disk an episode is one line of JSON in a file that only grows. A line that a crash cut short is dropped when the
+file is opened again; any other malformed line is an error.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar, cast
+
+from memopd_env.errors import MemOPDError
+
+_Record = TypeVar("_Record")
+
+
+class EpisodeFileError(MemOPDError, ValueError):
+    """An episode file is missing or malformed; the message names file, line and cure."""
 
 
 @dataclass(frozen=True)
@@ -19,12 +35,14 @@ class SegmentSpan:
         turn: The turn it stems from; -1 for the task.
         start: First position in ``prompt_ids``.
         end: One past the last position.
+        exact: False for a piece cut out of an action, whose ids were made from text.
     """
 
     kind: str
     turn: int
     start: int
     end: int
+    exact: bool = True
 
 
 @dataclass
@@ -32,14 +50,16 @@ class Call:
     """One model invocation: prompt token ids in, action token ids out.
 
     Attributes:
-        prompt_ids: All ids the model saw, in order.
-        action_ids: All ids it sampled, including stop strings and EOS.
+        prompt_ids: All ids the model saw, in order; empty for an agent that works on text.
+        action_ids: All ids it sampled, including stop strings and EOS; empty for an agent that works on text.
         logprobs: Natural-log probability of each sampled id under the distribution it was sampled from, or None.
         segments: Origin of every prompt position; empty when built by hand.
         finish_reason: ``stop`` (stop string), ``eos``, ``length`` or ``abort``.
         text: The decoded action, for people; never encoded again.
         seed: Seed of this request.
         policy_version: Optimiser steps the sampling weights had behind them.
+        context: What the model saw as text, one ``(kind, turn, text)`` per segment; for people, and the only record
+            of a prompt without ids.
     """
 
     prompt_ids: list[int]
@@ -50,6 +70,7 @@ class Call:
     text: str = ""
     seed: int | None = None
     policy_version: int = 0
+    context: list[tuple[str, int, str]] = field(default_factory=list)
 
 
 @dataclass
@@ -62,6 +83,7 @@ class Episode:
         task_id: Which task was played.
         info: The environment's ``info["episode"]`` at the end (answers, em, f1, sub_em, stop reason, ...).
         seed: Episode seed.
+        number: Position in its run, which a resumed run goes by.
     """
 
     calls: list[Call]
@@ -69,3 +91,124 @@ class Episode:
     task_id: str = ""
     info: dict[str, Any] = field(default_factory=dict)
     seed: int | None = None
+    number: int = 0
+
+    def to_json(self) -> str:
+        """Return the episode as one line of JSON, without the newline."""
+        calls = [{**vars(call), "segments": [vars(span) for span in call.segments]} for call in self.calls]
+        return json.dumps({**vars(self), "calls": calls}, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, line: str) -> Episode:
+        """Read what :meth:`to_json` wrote; unknown fields are ignored, absent ones have their defaults.
+
+        Raises:
+            ValueError: If the line is not an episode.
+        """
+        try:
+            record = json.loads(line)
+            calls = [_known(Call, call) for call in record["calls"]]
+            for call in calls:
+                call.segments = [_known(SegmentSpan, cast(Any, span)) for span in call.segments]
+                call.context = [(kind, turn, text) for kind, turn, text in call.context]
+            return _known(cls, {**record, "calls": calls})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def _known(kind: Callable[..., _Record], record: dict[str, Any]) -> _Record:
+    names = {known.name for known in fields(cast(Any, kind))}
+    return kind(**{name: value for name, value in record.items() if name in names})
+
+
+def read_episodes(path: str | Path) -> Iterator[Episode]:
+    """Yield the episodes of a file in the order of its lines; a last line that was cut short is left out.
+
+    Raises:
+        EpisodeFileError: If the file is missing or a line is not an episode.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise EpisodeFileError(f"{path}: no such episode file; memopd eval and memopd train write one")
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield Episode.from_json(line.decode())
+            except ValueError as error:
+                raise EpisodeFileError(
+                    f"{path}, line {number}: not an episode ({error}); remove the line or start a new file"
+                ) from error
+
+
+def write_episodes(path: str | Path, episodes: Iterable[Episode]) -> None:
+    """Write episodes to a new file, replacing one that is there only once all are written."""
+    path = Path(path)
+    partial = path.with_name(path.name + ".partial")
+    partial.unlink(missing_ok=True)
+    with EpisodeLog(partial) as log:
+        log.append(*episodes)
+    partial.replace(path)
+
+
+class EpisodeLog:
+    """An episode file open for appending.
+
+    Opening it removes a last line that was cut short. Each :meth:`append` is one write followed by a flush to disk,
+    so an episode is either there or not.
+
+    Args:
+        path: The file; made, with its folder, if it is not there.
+
+    Attributes:
+        episodes: What the file held when it was opened.
+
+    Raises:
+        EpisodeFileError: If a line is not an episode.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.episodes: list[Episode] = []
+        if self.path.exists():
+            self.episodes = list(read_episodes(self.path))
+            _drop_torn_line(self.path)
+        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def append(self, *episodes: Episode) -> None:
+        """Append episodes durably."""
+        data = "".join(episode.to_json() + "\n" for episode in episodes).encode()
+        while data:
+            data = data[os.write(self._file, data) :]
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        """Close the file; idempotent."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _drop_torn_line(path: Path) -> None:
+    with path.open("rb+") as file:
+        end = file.seek(0, os.SEEK_END)
+        start = end
+        while start > 0:
+            size = min(start, 1 << 20)
+            file.seek(start - size)
+            newline = file.read(size).rfind(b"\n")
+            if newline >= 0:
+                file.truncate(start - size + newline + 1)
+                return
+            start -= size
+        file.truncate(0)

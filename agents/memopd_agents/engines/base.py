@@ -1,7 +1,7 @@
 """An engine turns prompt ids into sampled ids, many requests at a time.
 
-Two methods carry the load: ``submit`` never blocks, ``poll`` returns whatever has finished. That is all a rollout needs to
-keep every environment busy without waiting for the slowest one.
+Two methods carry the load: ``submit`` never blocks, ``poll`` returns whatever has finished. That is all a rollout
+needs to keep every environment busy without waiting for the slowest one.
 """
 
 from __future__ import annotations
@@ -9,6 +9,26 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
+
+from memopd_env.errors import MemOPDError
+
+
+class PromptTooLongError(MemOPDError, ValueError):
+    """A request can never fit the model's window; the message holds both sizes and the cure."""
+
+    def __init__(self, request_id: str, prompt_tokens: int, max_tokens: int, window: int) -> None:
+        super().__init__(
+            f"request {request_id!r}: a prompt of {prompt_tokens} tokens plus max_tokens={max_tokens} exceeds the "
+            f"model's window of {window} tokens; lower max_tokens or top_k, use a memory policy that keeps less, or a "
+            "model with a longer window"
+        )
+        self.prompt_tokens = prompt_tokens
+        self.max_tokens = max_tokens
+        self.window = window
+
+
+class EngineError(MemOPDError, RuntimeError):
+    """An engine was used in a way it does not support; the message says what to do instead."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +79,15 @@ class Engine(Protocol):
         ...
 
     def poll(self) -> list[Completion]:
-        """Advance, then return what finished since the last poll; empty only when nothing is queued or still running."""
+        """Advance, then return what finished since the last poll; empty only when nothing is queued or running."""
         ...
 
     def update_weights(self, weights: Iterable[tuple[str, Any]], version: int) -> None:
         """Replace the sampling weights; later completions come from ``version``."""
+        ...
+
+    def abort(self) -> None:
+        """Drop everything that is queued or running; nothing of it is ever returned."""
         ...
 
     def close(self) -> None:
