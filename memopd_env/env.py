@@ -262,8 +262,10 @@ class MemOPDEnv(gym.Env[dict[str, Any], str]):
         self._pending = None
         stop = self._stop_reason(parsed, failed)
         left = self.max_turns - len(self._turns) - 1
-        self._searches += parsed.kind is ActionKind.SEARCH
-        self._invalid_actions += parsed.kind is ActionKind.INVALID
+        if parsed.kind is ActionKind.SEARCH:
+            self._searches += 1
+        elif parsed.kind is ActionKind.INVALID:
+            self._invalid_actions += 1
         self._turns.append(Turn(action, self._reply(parsed, None if failed else passages, left, stop)))
         observation, context = self._observe()
         info: dict[str, Any] = {"context": context, "task_id": self.task.id, "action": parsed.kind}

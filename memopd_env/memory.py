@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from memopd_env.errors import ConfigError
 
@@ -23,8 +23,7 @@ class SegmentKind(StrEnum):
     INFORMATION = "information"
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """A piece of context with a known origin.
 
     Attributes:
@@ -38,8 +37,7 @@ class Segment:
     turn: int = -1
 
 
-@dataclass(frozen=True)
-class Turn:
+class Turn(NamedTuple):
     """One agent call and the environment's reply to it, both as rendered text."""
 
     action: str

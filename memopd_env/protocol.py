@@ -54,6 +54,11 @@ class Tags:
         return (f"</{self.search}>", f"</{self.answer}>")
 
     @cached_property
+    def think_end(self) -> str:
+        """The closing think tag."""
+        return f"</{self.think}>"
+
+    @cached_property
     def opening(self) -> re.Pattern[str]:
         """Matches an opening think, search or answer tag; group 1 is its name."""
         return re.compile(f"<({'|'.join(map(re.escape, (self.think, self.search, self.answer)))})>")
@@ -92,13 +97,15 @@ def parse_action(text: str, tags: Tags = DEFAULT_TAGS) -> ParsedAction:
     the block was opened in the prompt and everything before it is thought. A search or answer that is never closed is
     skipped. Time is linear in the length of the text.
     """
-    think_end = f"</{tags.think}>"
-    position = _end_of_inherited_think(text, tags)
+    think_end = tags.think_end
+    first_end = text.find(think_end)
+    match = tags.opening.search(text)
+    if first_end >= 0 and text.find(f"<{tags.think}>", 0, first_end) < 0:
+        match = tags.opening.search(text, first_end)
     unclosed: set[str] = set()
     reason = f"it has no complete {tags.search} or {tags.answer} after the thinking"
-    while match := tags.opening.search(text, position):
-        name = match.group(1)
-        position = match.end()
+    while match:
+        name, position = match[1], match.end()
         if name == tags.think:
             end = text.find(think_end, position)
             if end < 0:
@@ -107,25 +114,16 @@ def parse_action(text: str, tags: Tags = DEFAULT_TAGS) -> ParsedAction:
         elif name not in unclosed:
             end = text.find(f"</{name}>", position)
             if end >= 0:
-                return _acted(name, text[position:end].strip(), tags)
+                content = text[position:end].strip()
+                if name == tags.answer:
+                    return ParsedAction(ActionKind.ANSWER, content)
+                if content:
+                    return ParsedAction(ActionKind.SEARCH, content)
+                return ParsedAction(ActionKind.INVALID, reason=f"its {tags.search} is empty")
             unclosed.add(name)
             reason = f"its {name} tag is never closed"
+        match = tags.opening.search(text, position)
     return ParsedAction(ActionKind.INVALID, reason=reason)
-
-
-def _acted(name: str, content: str, tags: Tags) -> ParsedAction:
-    if name == tags.answer:
-        return ParsedAction(ActionKind.ANSWER, content)
-    if not content:
-        return ParsedAction(ActionKind.INVALID, reason=f"its {tags.search} is empty")
-    return ParsedAction(ActionKind.SEARCH, content)
-
-
-def _end_of_inherited_think(text: str, tags: Tags) -> int:
-    closing = text.find(f"</{tags.think}>")
-    if closing < 0 or text.find(f"<{tags.think}>", 0, closing) >= 0:
-        return 0
-    return closing
 
 
 @dataclass(frozen=True)
@@ -336,7 +334,11 @@ class Renderer:
             return f"{self._open}{self._hints[left]}{self._nothing_found}{self._close}"
         write, limit = self._templates.document.format, self._max_passage_chars
         documents = [
-            write(k=k, title=_shorten(passage.title, limit), text=_shorten(passage.text, limit))
+            write(
+                k=k,
+                title=title if len(title := passage.title.strip()) <= limit else _shorten(title, limit),
+                text=text if len(text := passage.text.strip()) <= limit else _shorten(text, limit),
+            )
             for k, passage in enumerate(passages, start=1)
         ]
         # After joining, so that no tag can be pieced together from a title and a text, or from two passages.
@@ -361,8 +363,5 @@ ON_INVALID = tuple(_INVALID_RULES)
 
 
 def _shorten(text: str, limit: int) -> str:
-    text = text.strip()
-    if len(text) <= limit:
-        return text
     cut = text.rfind(" ", limit // 2, limit)
     return text[: cut if cut > 0 else limit].rstrip() + "…"
