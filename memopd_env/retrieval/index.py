@@ -117,7 +117,8 @@ def read_index(path: str | Path, mmap: bool = True) -> Any:
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[-1][:200]
         raise BrokenIndexError(
-            f"{path} is not a readable FAISS index ({reason}): it was cut off or is another file; copy or build it again"
+            f"{path} is not a readable FAISS index ({reason}): it was cut off or is another file; "
+            "copy or build it again"
         ) from error
 
 

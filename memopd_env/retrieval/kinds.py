@@ -1,13 +1,13 @@
 """The kinds of index, and what each costs before it is built.
 
-| kind        | what a vector becomes                                   | search            | for                               |
-|-------------|---------------------------------------------------------|-------------------|-----------------------------------|
-| ``flat``    | itself, 4 bytes a number                                | exact, reads all  | small corpora; the reference      |
-| ``flat-fp16`` | 2 bytes a number                                      | all but exact     | one GPU, or half the memory       |
-| ``sq8``     | 1 byte a number                                         | reads all         | a quarter of the memory           |
-| ``ivf``     | itself, in the list of its nearest centroid             | some lists        | fast on a CPU, memory to spare    |
-| ``ivfpq``   | a code of about dim/6 bytes, plus sq8 on disk to refine | some lists, then exact order of the best | Wikipedia in a few GB of memory |
-| ``hnsw``    | itself, plus 64 links                                   | walks a graph     | the fastest on a CPU, most memory |
+| kind          | what a vector becomes                        | a search         | for                            |
+|---------------|----------------------------------------------|------------------|--------------------------------|
+| ``flat``      | itself, 4 bytes a number                     | exact, reads all | small corpora; the reference   |
+| ``flat-fp16`` | 2 bytes a number                             | reads all        | GPUs; half the memory          |
+| ``sq8``       | 1 byte a number                              | reads all        | a quarter of the memory        |
+| ``ivf``       | itself, in the list of its nearest centroid  | reads some lists | a CPU with memory to spare     |
+| ``ivfpq``     | a code of dim/6 bytes; sq8 on disk to refine | reads some lists | Wikipedia in a few GB          |
+| ``hnsw``      | itself, and 64 links                         | walks a graph    | speed on a CPU, at most memory |
 
 ``memopd retriever build --estimate`` prints :func:`estimate` for any size.
 """

@@ -149,8 +149,8 @@ class Manifest:
         """
         if encoder.dim != self.dim:
             raise BrokenIndexError(
-                f"encoder {encoder.name!r} gives vectors of {encoder.dim} numbers and the index holds {self.dim} (built "
-                f"with {self.encoder!r}): use that encoder, or rebuild the index"
+                f"encoder {encoder.name!r} gives vectors of {encoder.dim} numbers and the index holds {self.dim} "
+                f"(built with {self.encoder!r}): use that encoder, or rebuild the index"
             )
         if self.probe and np.abs(np.array(self.probe) - np.array(probe_of(encoder))).max() > _PROBE_TOLERANCE:
             raise BrokenIndexError(

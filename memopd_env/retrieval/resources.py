@@ -71,8 +71,8 @@ def check_memory(kind: str, dim: int, count: int, mmap: bool, where: str, free: 
         "" if kind not in SCANNED else "; or allow paging (--allow-paging), which reads it from disk at each search"
     )
     raise NotEnoughMemoryError(
-        f"{where} ({kind}, {count:,} x {dim}) needs {readable_bytes(need)} of memory and {readable_bytes(free)} is free: "
-        f"{advice}{paging}"
+        f"{where} ({kind}, {count:,} x {dim}) needs {readable_bytes(need)} of memory and {readable_bytes(free)} is "
+        f"free: {advice}{paging}"
     )
 
 
