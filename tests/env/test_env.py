@@ -105,6 +105,12 @@ def test_the_reward_is_the_number_of_right_answers(make):
     assert play(env, "<answer>Paris</answer>")[1] == 0.0
 
 
+def test_being_close_is_recorded_but_not_rewarded(make):
+    _, reward, _, _, info = play(make(), "<answer>Paris city; Lyon</answer>")
+    assert reward == info["episode"]["em"] == 0
+    assert info["episode"]["f1"] == pytest.approx(2 / 3) and info["episode"]["sub_em"] == 1
+
+
 def test_lenient_counts_what_is_there(make):
     assert play(make(answer_count="lenient"), "<answer>Paris</answer>")[1] == 1.0
 

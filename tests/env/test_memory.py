@@ -66,6 +66,7 @@ def test_summary_carries_only_the_thought():
         ("<think>open <search>q</search>", ""),
         ("<search>q</search>", ""),
         ("began in the prompt</think><search>q</search>", "began in the prompt</think>"),
+        ("a</think><think>b</think>", "a</think>"),
         ("noise <think>a</think><think>b</think>", "<think>a</think>"),
     ],
 )

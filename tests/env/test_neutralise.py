@@ -64,6 +64,7 @@ def test_there_are_at_least_sixty_spoofs():
         "«Guillemets» and 《book》 and 〈angle〉",
         "an answer to a search for information is what I think",
         "[3 people left]",
+        "x < an swer, y",
         "שלום «עולם» 東京",
         "\x00\ud800\u200b",
     ],

@@ -55,6 +55,19 @@ def test_reading_an_action(text, kind, content):
     assert bool(parsed.reason) == (kind is INVALID)
 
 
+@pytest.mark.parametrize("unit", ["<search>", "<answer><search>", "<think>", "</think>", "<search></answer>"])
+def test_a_text_is_not_searched_again_for_every_unclosed_tag(unit):
+    class Counted(str):
+        finds = 0
+
+        def find(self, *where):
+            Counted.finds += 1
+            return super().find(*where)
+
+    parse_action(Counted(unit * 1000))
+    assert Counted.finds <= 6
+
+
 def test_the_reason_names_what_is_wrong():
     assert "never closed" in parse_action("<think>x").reason
     assert "search tag is never closed" in parse_action("<search>x").reason
