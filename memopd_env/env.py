@@ -85,9 +85,8 @@ class MemOPDEnv(gym.Env[dict[str, Any], str]):
     ``action`` (``search``, ``answer`` or ``invalid``). At the end ``episode``, a plain dict: ``task_id``, ``answers``
     (as given), ``em``, ``f1``, ``sub_em`` (sums over questions), ``per_question`` (the same three as lists),
     ``num_questions``, ``searches``, ``turns``, ``invalid_actions``, ``stop_reason`` (a value of :class:`StopReason`),
-    ``excluded`` (True if the retriever
-    failed: such an episode belongs neither into training nor into scores). Gymnasium's ``RecordEpisodeStatistics`` uses the
-    key ``episode`` too: give it another, e.g. ``stats_key="statistics"``.
+    ``excluded`` (True if the retriever failed: such an episode belongs neither into training nor into scores).
+    Gymnasium's ``RecordEpisodeStatistics`` uses the key ``episode`` too: give it another, ``stats_key="statistics"``.
 
     ## Arguments
     See ``Args`` below. ``reset(options={"task_index": i})`` plays task ``i``; otherwise the task is drawn with
