@@ -26,7 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from memopd_agents.episode import Episode
 from memopd_env.errors import MemOPDError
@@ -34,8 +36,8 @@ from memopd_env.errors import MemOPDError
 from .alignpack import FLEX_BLOCK, Pack
 
 CPU_MAX_TOKENS = 512
-"""Good ``max_tokens`` of a pack on a CPU. With ``sdpa`` longer rows spend their time on masked scores (three layers of width
-128: 12.2 k tokens/s at 512, 9.8 k at 1024, 4.5 k at 2048, 2.7 k at 4096); ``varlen`` does 22-25 k at any length."""
+"""Good ``max_tokens`` of a pack on a CPU. With ``sdpa`` longer rows spend their time on masked scores (3 layers of
+width 128: 12.2 k tokens/s at 512, 9.8 k at 1024, 4.5 k at 2048, 2.7 k at 4096); ``varlen`` does 22-25 k at all."""
 
 
 class Backend(StrEnum):
@@ -99,7 +101,9 @@ def hidden_states(model: PreTrainedModel, pack: Pack, backend: Backend | str = B
         ends = [int(seen[-1]) + 1 for seen in runs]
         lengths = [end - start for start, end in zip([0, *ends], ends, strict=False)]
         on_device = torch.cat(runs).to(model.device).split([len(seen) for seen in runs])
-        structure = {"runs": on_device, "run_lengths": lengths}
+        # The mask is a stand-in: any 4-D mask keeps transformers from deriving one from the positions.
+        stand_in = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.device)
+        structure = {"attention_mask": stand_in, "runs": on_device, "run_lengths": lengths}
     output = model.get_decoder()(
         input_ids=row.input_ids[None], position_ids=row.position_ids[None], use_cache=False, **structure
     )
@@ -177,9 +181,10 @@ def _varlen_attention(
     run_lengths: list[int] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention run by run: (1, heads, T, head width) -> (1, T, heads, head width). Without runs the row is one run."""
+    """Attention run by run, (1, heads, T, head width) -> (1, T, heads, head width); plain sdpa when generating."""
     if runs is None or run_lengths is None:
-        runs, run_lengths = [torch.arange(query.shape[2], device=query.device)], [query.shape[2]]
+        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        return output, None
     # One gather and one split: their gradients cost one pass over the row, not one for each run.
     seen, seen_lengths = torch.cat(list(runs)), [len(run) for run in runs]
     key, value = key.index_select(2, seen), value.index_select(2, seen)
@@ -228,3 +233,4 @@ def _flash(
 
 
 AttentionInterface.register(IMPLEMENTATIONS[Backend.VARLEN], _varlen_attention)
+AttentionMaskInterface.register(IMPLEMENTATIONS[Backend.VARLEN], sdpa_mask)

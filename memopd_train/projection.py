@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**28}
+CHUNK_BYTES = {"cpu": 2**24, "cuda": 2**28}
 """Size of one chunk of log-probs when no chunk size is given: small on a CPU for its caches, larger to fill a GPU."""
 
 

@@ -383,6 +383,24 @@ def test_varlen_equals_per_call_scoring_values_and_gradients(student, episodes: 
         use_backend(student, "sdpa")
 
 
+def test_a_model_set_to_varlen_still_scores_padded_batches_and_generates(student) -> None:
+    ids = torch.tensor([[0, 0, 1, 2, 3], [4, 5, 6, 1, 2]])
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+
+    def outputs() -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            tokens = student.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
+            return student(ids, attention_mask=mask).logits, tokens
+
+    logits, tokens = outputs()
+    use_backend(student, "varlen")
+    try:
+        ours = outputs()
+    finally:
+        use_backend(student, "sdpa")
+    assert torch.equal(ours[0], logits) and torch.equal(ours[1], tokens)
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_scores_equal_per_call_scoring(student) -> None:
     episodes = play(seed=5, memory="consolidate", tasks=3, rollouts=4)
