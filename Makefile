@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 .PHONY: quickstart test lint docs clean
 
 quickstart: $(STAMP)
-	$(BIN)/memopd quickstart --out runs/quickstart $(if $(SEED),--seed $(SEED)) $(if $(FROM_SCRATCH),--from-scratch)
+	$(BIN)/memopd quickstart --out runs/quickstart $(if $(SEED),--seed $(SEED))
 
 test: $(STAMP)
 	CI=true HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(ARGS)

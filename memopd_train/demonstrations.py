@@ -76,7 +76,13 @@ def demonstrate(
 
 
 def reading_exercises(
-    world: World, tokenizer: PreTrainedTokenizerBase, count: int, *, split: str = "train", passages: int = 2, seed: int = 0
+    world: World,
+    tokenizer: PreTrainedTokenizerBase,
+    count: int,
+    *,
+    split: str = "train",
+    passages: int = 2,
+    seed: int = 0,
 ) -> list[Episode]:
     """Make exercises from a terse world: passages, then all their facts in another order, as memory lines.
 

@@ -1,9 +1,9 @@
 """Small models made on the spot: a tokenizer that can spell anything and a Qwen2-style decoder with random weights.
 
-They exist so that the whole loop runs on a CPU without a download. Two kinds of tokenizer: one from explicit pieces, for
-the terse built-in world, whose syllables are its natural tokens (a name unseen in training is still two known tokens);
-one learned from a corpus by byte-level BPE. Both can encode any text (bytes are in the vocabulary), so no document and no
-agent can make them fail, and both write a protocol tag as one token.
+They exist so that the whole loop runs on a CPU without a download. Two kinds of tokenizer: one from explicit pieces,
+for the terse built-in world, whose syllables are its natural tokens (a name unseen in training is still two known
+tokens); one learned from a corpus by byte-level BPE. Both can encode any text (bytes are in the vocabulary), so no
+document and no agent can make them fail, and both write a protocol tag as one token.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ CHAT_TEMPLATE = "{% for message in messages %}" + START + "{{ message['content']
 def pieces_tokenizer(pieces: Iterable[str], tags: Tags | None = None) -> Qwen2Tokenizer:
     """Make a tokenizer whose tokens are the given pieces; whatever they cannot spell is spelled in bytes.
 
-    The pieces become the merges of a byte-level BPE, so the tokenizer is an ordinary Qwen2 one and every tool that loads
-    a Qwen2 model's tokenizer reads it right. Earlier pieces win where two could overlap.
+    The pieces become the merges of a byte-level BPE, so the tokenizer is an ordinary Qwen2 one and every tool that
+    loads a Qwen2 model's tokenizer reads it right. Earlier pieces win where two could overlap.
 
     Args:
         pieces: Texts that shall be one token each; a leading space belongs to the piece (``" mother"``).
@@ -56,7 +56,9 @@ def pieces_tokenizer(pieces: Iterable[str], tags: Tags | None = None) -> Qwen2To
 
 def _bytes(text: str) -> str:
     """Spell a text in the characters that byte-level BPE has for bytes."""
-    return "".join(part for part, _ in pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text))
+    return "".join(
+        part for part, _ in pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
+    )
 
 
 def _merge(symbols: list[str], merges: Mapping[tuple[str, str], int]) -> list[str]:
@@ -74,7 +76,9 @@ def terse_world_tokenizer(tags: Tags | None = None) -> Qwen2Tokenizer:
     """Return the tokenizer of the terse built-in world: syllables, relation words and marks (about 650 tokens)."""
     pieces = [f" {start}" for start in (*world.STARTS, *world.VALUE_STARTS)]
     pieces += [*world.ENDS, *world.VALUE_ENDS]
-    pieces += [f" {word}" for word in (*world.TERSE_RELATIONS, "left", "unknown", "nothing", "found", "invalid", "action", "?")]
+    pieces += [
+        f" {word}" for word in (*world.TERSE_RELATIONS, "left", "unknown", "nothing", "found", "invalid", "action", "?")
+    ]
     return pieces_tokenizer(pieces, tags)
 
 
@@ -167,7 +171,8 @@ def _look_back(model: Qwen2ForCausalLM, heads: int, sharpness: float = 6.4, plan
 
     Copying rests on such heads (arXiv 2209.11895), and finding them by gradient alone is most of the time that a small
     model needs before it reads. With rotary embeddings the score of a query at ``m`` and a key at ``n`` is a sum of
-    ``cos((m - n) * frequency + phase)``; a phase of ``-frequency`` in the fastest planes puts its peak at ``m - n = 1``.
+    ``cos((m - n) * frequency + phase)``; a phase of ``-frequency`` in the fastest planes puts its peak at
+    ``m - n = 1``.
     """
     config, attention = model.config, model.model.layers[0].self_attn
     size = config.hidden_size // config.num_attention_heads

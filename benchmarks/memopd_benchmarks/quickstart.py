@@ -13,35 +13,41 @@ play a little and a teacher that plays well are the situation that on-policy dis
 from __future__ import annotations
 
 import json
+import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
     TrainerCallback,
     TrainerControl,
     TrainerState,
     TrainingArguments,
 )
 
-from memopd_agents import OracleAgent
+from memopd_agents import OracleAgent, PolicyAgent, RandomAgent
 from memopd_agents.engines import HFEngine, SamplingParams
 from memopd_agents.episode import Episode
+from memopd_agents.evaluation import evaluate
 from memopd_agents.rollout import rollout
 from memopd_env import MemOPDEnv, Task
+from memopd_env.errors import ConfigError
 from memopd_env.retrieval import SparseRetriever
 from memopd_env.tasks.io import write_tasks
 from memopd_env.tasks.world import World, WorldConfig
 from memopd_train import MemOPDConfig, MemOPDSFTConfig, MemOPDTrainer, train_sft
 from memopd_train.demonstrations import demonstrate, reading_exercises
-from memopd_train.progress import ProgressCallback, progress_line
+from memopd_train.progress import Progress, ProgressCallback, progress_line, read_metrics
 from memopd_train.smallmodel import ModelShape, new_model, terse_world_tokenizer
 
 
@@ -53,7 +59,6 @@ class Recipe:
         shape: Size of student and teacher.
         exercises: Reading exercises of the base, for each of nine kinds (1 to 3 facts, 1 or 2 passages).
         demonstrations: Tasks that the oracle plays.
-        base_demonstrations: How many of them the base reads, every token in its loss.
         base_steps: Optimiser steps of the base.
         teacher_steps: Optimiser steps of the teacher's imitation.
         student_share: Share of the validation questions at which the student's cold start stops.
@@ -64,12 +69,11 @@ class Recipe:
         test_tasks: Held-out tasks by number of questions.
     """
 
-    shape: ModelShape = field(default_factory=lambda: ModelShape(layers=2, width=128, heads=4, window=2048))
+    shape: ModelShape = field(default_factory=ModelShape)
     exercises: int = 2000
     demonstrations: int = 4000
-    base_demonstrations: int = 500
     base_steps: int = 700
-    teacher_steps: int = 500
+    teacher_steps: int = 700
     student_share: float = 0.25
     student_steps: int = 300
     iterations: int = 40
@@ -172,14 +176,16 @@ class Quickstart:
         write_tasks(self.tasks("train", 2, self.recipe.demonstrations), folder / "train-q2.jsonl")
         for number, count in self.recipe.test_tasks.items():
             write_tasks(self.tasks("test", number, count), folder / f"test-q{number}.jsonl")
-        (folder / "world.json").write_text(json.dumps(self.world.describe() | {"hash": self.world.corpus_hash}, indent=1))
+        (folder / "world.json").write_text(
+            json.dumps(self.world.describe() | {"hash": self.world.corpus_hash}, indent=1)
+        )
 
     def train_base(self, show: ProgressCallback) -> Path:
-        """Learn to read and copy: every token of exercises and of a few demonstrations is in the loss."""
+        """Learn to read and copy: every token of reading exercises is in the loss; the game itself is still unknown."""
         return self._sft(
             "base",
             lambda: new_model(self.tokenizer, self.recipe.shape, self.seed),
-            lambda: self.exercises() + self.demonstrations[: self.recipe.base_demonstrations],
+            self.exercises,
             self._sft_config("all", self.recipe.base_steps, 3e-3, "constant_with_warmup"),
             show,
         )
@@ -188,7 +194,7 @@ class Quickstart:
         """Imitate the oracle until a share of the validation questions is answered right."""
         validation = self.tasks("validation", 2, 100)
         stop = StopAtShare(lambda model: self.play(model, validation), self.recipe.student_share)
-        config = self._sft_config("action", self.recipe.student_steps, 5e-4, "constant_with_warmup")
+        config = self._sft_config("action", self.recipe.student_steps, 1e-3, "constant_with_warmup")
         return self._sft("student", lambda: _load(base), lambda: self.demonstrations, config, show, [stop])
 
     def train_teacher(self, base: Path, show: ProgressCallback) -> Path:
@@ -199,8 +205,6 @@ class Quickstart:
     def train_memopd(self, student: Path, teacher: Path, show: ProgressCallback) -> Path:
         """PPO and full-vocabulary distillation from the frozen teacher, on the student's own episodes."""
         out = self.out / "memopd"
-        if (out / "model").is_dir():
-            return out / "model"
         trainer = MemOPDTrainer(
             model=_load(student),
             teacher=_load(teacher),
@@ -232,6 +236,36 @@ class Quickstart:
             report_to="none",
         )
 
+    # Measure
+
+    def evaluate(self, name: str, num_questions: int, model: Path | None = None) -> dict[str, Any]:
+        """Measure an agent on held-out tasks; what was played before is not played again.
+
+        Args:
+            name: ``oracle``, ``random``, or what to call the model.
+            num_questions: Which of the held-out sets.
+            model: Folder of the model; None for the scripted agents.
+        """
+        tasks = self.tasks("test", num_questions, self.recipe.test_tasks[num_questions])
+        agent: PolicyAgent | Callable[[], Any]
+        if model is not None:
+            sampling = SamplingParams(max_tokens=32 + 16 * num_questions, temperature=0.0)
+            agent = PolicyAgent(HFEngine(_load(model).eval(), self.tokenizer), self.tokenizer, sampling)
+        else:
+            agent = RandomAgent if name == "random" else lambda: OracleAgent(tasks)
+        return evaluate(
+            agent,
+            lambda: self.env(tasks),
+            range(len(tasks)),
+            self.out / "evaluation" / f"{name}-q{num_questions}",
+            name=name,
+            seed=self.seed,
+            settings={"instructions": "terse", "world": self.world.describe()},
+            corpus_hash=self.world.corpus_hash,
+            count_tokens=lambda text: len(self.tokenizer.encode(text)),
+            counter_name="the students' tokenizer",
+        )
+
     def _sft(
         self,
         name: str,
@@ -241,10 +275,9 @@ class Quickstart:
         show: ProgressCallback,
         callbacks: Sequence[TrainerCallback] = (),
     ) -> Path:
-        out = self.out / name
-        if (out / "model").is_dir():
-            return out / "model"
-        return train_sft(model(), self.tokenizer, episodes(), out, config, on_progress=show, callbacks=callbacks)
+        return train_sft(
+            model(), self.tokenizer, episodes(), self.out / name, config, on_progress=show, callbacks=callbacks
+        )
 
     def _sft_config(self, loss_on: Any, steps: int, learning_rate: float, schedule: str) -> MemOPDSFTConfig:
         return MemOPDSFTConfig(
@@ -263,3 +296,169 @@ class Quickstart:
 
 def _load(folder: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def run_quickstart(
+    out: str | Path, seed: int = 0, recipe: Recipe | None = None, console: Console | None = None
+) -> dict[str, Any]:
+    """Run every stage that is not finished, and report.
+
+    Args:
+        out: Folder; the same folder continues.
+        seed: Seed of everything.
+        recipe: How much of everything.
+        console: Where progress and the table go.
+
+    Returns:
+        The content of ``result.json``.
+
+    Raises:
+        ConfigError: If the folder holds a quickstart with another seed or recipe.
+        TrainingInterrupted: After Ctrl-C, once the state is saved.
+    """
+    console = console or Console()
+    quickstart = Quickstart(out, seed, recipe)
+    clock = _Clock(quickstart)
+    stages = {
+        "base": quickstart.train_base,
+        "student": lambda show: quickstart.train_student(models["base"], show),
+        "teacher": lambda show: quickstart.train_teacher(models["base"], show),
+        "memopd": lambda show: quickstart.train_memopd(models["student"], models["teacher"], show),
+    }
+    models: dict[str, Path] = {}
+    with clock("world"):
+        quickstart.make_world()
+    for number, (name, stage) in enumerate(stages.items(), start=1):
+        title, finished = f"{number}/{len(stages) + 1} {name}", quickstart.out / name / "model"
+        if finished.is_dir():
+            console.print(f"{title}: done")
+            models[name] = finished
+            continue
+        with clock(name), progress_line(title) as show:
+            models[name] = stage(show)
+    agents = {"oracle": None, "random": None, **{name: models[name] for name in ("student", "teacher", "memopd")}}
+    results = []
+    with clock("evaluation"), progress_line(f"{len(stages) + 1}/{len(stages) + 1} evaluation") as show:
+        plan = [(number, name) for number in quickstart.recipe.test_tasks for name in agents]
+        for done, (number, name) in enumerate(plan):
+            show(Progress(f"Q{number} {name}", done, len(plan), 0.0))
+            results.append(quickstart.evaluate(name, number, agents[name]))
+    return _report(quickstart, results, clock.seconds, console)
+
+
+class _Clock:
+    """Measures the stages, over all sessions it took to finish them, and guards the folder against another recipe."""
+
+    def __init__(self, quickstart: Quickstart) -> None:
+        self._path = quickstart.out / "quickstart.json"
+        protocol = {"seed": quickstart.seed, "recipe": json.loads(json.dumps(asdict(quickstart.recipe)))}
+        held = json.loads(self._path.read_text()) if self._path.exists() else {**protocol, "seconds": {}}
+        if any(held[key] != protocol[key] for key in protocol):
+            raise ConfigError(
+                f"{quickstart.out} holds a quickstart with another seed or recipe: use another --out, or remove it"
+            )
+        self._protocol, self.seconds = protocol, held["seconds"]
+        self._save()
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        before, started = self.seconds.get(stage, 0.0), time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[stage] = round(before + time.monotonic() - started, 1)
+            self._save()
+
+    def _save(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self._path.with_suffix(".partial")
+        partial.write_text(json.dumps({**self._protocol, "seconds": self.seconds}, indent=1))
+        partial.replace(self._path)
+
+
+def _report(
+    quickstart: Quickstart, results: Sequence[dict[str, Any]], seconds: dict[str, float], console: Console
+) -> dict[str, Any]:
+    out = quickstart.out
+    shutil.copyfile(out / "memopd" / "metrics.jsonl", out / "metrics.jsonl")
+    first = min(quickstart.recipe.test_tasks)
+    shutil.copyfile(out / "evaluation" / f"memopd-q{first}" / "episodes.jsonl", out / "episodes.jsonl")
+    by_name = {result["agent"]: result for result in results if result["num_questions"] == [first]}
+    draw_learning_curve(
+        read_metrics(out / "metrics.jsonl"),
+        {name: by_name[name]["metrics"]["em"]["mean"] for name in ("oracle", "teacher", "student", "memopd")},
+        out / "learning_curve.png",
+    )
+    result = {"seed": quickstart.seed, "seconds": seconds, "results": list(results)}
+    partial = out / "result.json.partial"
+    partial.write_text(json.dumps(result, indent=1))
+    partial.replace(out / "result.json")
+    console.print(results_table(results))
+    minutes = sum(seconds.values()) / 60
+    console.print(
+        f"{minutes:.1f} minutes: " + ", ".join(f"{stage} {spent:.0f} s" for stage, spent in seconds.items()) + "\n\n"
+        f"Everything is in {escape(str(out))}: "
+        "result.json, episodes.jsonl, metrics.jsonl, learning_curve.png, models.\n"
+        "Next:\n"
+        f"  memopd inspect {escape(str(out / 'episodes.jsonl'))}   # what the model saw and wrote, call by call\n"
+        "  memopd play                                   # play an episode yourself\n"
+        "  memopd eval --help                            # your agent, your tasks, your corpus\n"
+        "  memopd train memopd --help                    # your model",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return result
+
+
+def results_table(results: Sequence[dict[str, Any]]) -> Table:
+    """Return one table of evaluations, grouped by number of questions; fits 80 columns.
+
+    Args:
+        results: As :func:`memopd_agents.evaluation.evaluate` returns them.
+    """
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title="held-out tasks, entities never trained on")
+    table.add_column("env")
+    table.add_column("agent")
+    columns = {"EM": ("em", 2), "F1": ("f1", 2), "peak tokens": ("peak_tokens", 0), "searches": ("searches", 1)}
+    for head in (*columns, "invalid %"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for number, result in enumerate(results):
+        metrics, questions = result["metrics"], result["num_questions"][0]
+        cells = [_cell(metrics[name], digits) for name, digits in columns.values()]
+        last = number + 1 == len(results) or results[number + 1]["num_questions"][0] != questions
+        invalid = _cell({key: 100 * value for key, value in metrics["invalid_rate"].items()}, 1)
+        table.add_row(f"Q{questions}", result["agent"], *cells, invalid, end_section=last)
+    tasks = ", ".join(f"Q{r['num_questions'][0]} {r['episodes']['scored']}" for r in results if r["agent"] == "memopd")
+    table.caption = f"tasks: {tasks}. EM and F1 are sums over the questions, ± half of the 95 % interval"
+    return table
+
+
+def _cell(metric: dict[str, float], digits: int) -> str:
+    return f"{metric['mean']:.{digits}f} ±{(metric['high'] - metric['low']) / 2:.{digits}f}"
+
+
+def draw_learning_curve(metrics: Sequence[dict[str, Any]], levels: dict[str, float], path: Path) -> None:
+    """Draw reward and divergence over the iterations of a training.
+
+    Args:
+        metrics: Lines of a ``metrics.jsonl``.
+        levels: Held-out exact matches to mark, by agent.
+        path: PNG to write.
+    """
+    from matplotlib.figure import Figure  # the object interface needs no display and leaves no global state
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    iterations = [line["iteration"] for line in metrics]
+    left.plot(iterations, [line["reward"] for line in metrics], color="tab:blue", label="training, sampled")
+    measured = [(line["iteration"], line["eval_em"]) for line in metrics if "eval_em" in line]
+    left.plot(*zip(*measured, strict=True), "o-", color="tab:orange", label="validation, greedy")
+    for (name, level), style in zip(levels.items(), ("-", "--", ":", "-."), strict=False):
+        left.axhline(level, color="grey", linestyle=style, linewidth=1, label=f"{name}, held-out test")
+    left.set(xlabel="iteration", ylabel="right answers per episode", title="MemOPD on Q2", ylim=(0, None))
+    left.legend(fontsize=7)
+    right.plot(iterations, [line["opd"] for line in metrics], color="tab:green", label="KL(student || teacher)")
+    right.plot(iterations, [line["entropy"] for line in metrics], color="tab:purple", label="entropy of the student")
+    right.set(xlabel="iteration", ylabel="nats per sampled token", title="Distillation", ylim=(0, None))
+    right.legend(fontsize=7)
+    figure.savefig(path, dpi=130)

@@ -1,6 +1,6 @@
 """The built-in world: an invented encyclopedia in which entity ``i`` is a pure function of ``(seed, i)``.
 
-Nothing is stored. A passage, the facts behind it and the questions about it are recomputed from the entity's number with
+Nothing is stored. A passage, the facts behind it and the questions about it are recomputed from the entity's number by
 integer hashing, so a world of a million passages streams in constant memory, any passage can be made alone, and every
 process on every platform writes the same bytes. No model can know this world beforehand: scores on it measure search
 and memory, not recall.
@@ -40,7 +40,9 @@ _CODAS = ("n", "l", "r", "s")
 STARTS = tuple(onset.upper() + vowel for onset in _ONSETS for vowel in _VOWELS)
 ENDS = tuple(onset + vowel for onset in _ONSETS for vowel in _VOWELS)
 VALUE_STARTS = tuple(start.lower() for start in STARTS)
-VALUE_ENDS = tuple(onset + vowel + _CODAS[(i + j) % 4] for i, onset in enumerate(_ONSETS) for j, vowel in enumerate(_VOWELS))
+VALUE_ENDS = tuple(
+    onset + vowel + _CODAS[(i + j) % 4] for i, onset in enumerate(_ONSETS) for j, vowel in enumerate(_VOWELS)
+)
 TERSE_RELATIONS = ("craft", "food", "river", "metal", "tree", "tool", "song", "stone")
 
 
@@ -58,7 +60,7 @@ def mix(*parts: int) -> int:
 
 
 def permute(index: int, size: int, key: int) -> int:
-    """A keyed bijection of ``range(size)``: a four-round Feistel network, walked until it lands inside (cycle walking)."""
+    """Apply a keyed bijection of ``range(size)``: a four-round Feistel network, walked until it lands inside."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     low = (1 << half) - 1
     while True:
@@ -106,7 +108,7 @@ class WorldConfig:
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> WorldConfig:
-        """Return a named world: ``default`` (4,000 prose passages) or ``tiny`` (4,000 terse ones, for the quickstart)."""
+        """Return a named world: ``default`` (4,000 passages of prose) or ``tiny`` (4,000 terse ones; the quickstart's)."""
         presets = {"default": cls(), "tiny": cls(style="terse", two_hop=0.0)}
         if name not in presets:
             raise ConfigError(f"world preset {name!r} is unknown: choose one of {', '.join(presets)}")
@@ -154,8 +156,8 @@ _OCCUPATIONS = (
     "linguist", "surveyor", "glassmaker", "organist", "philosopher",
 )  # fmt: skip
 _PRODUCTS = (
-    "salt", "amber", "wool", "copper", "silk", "honey", "paper", "indigo", "cedar", "tin", "saffron", "glass", "granite",
-    "linen", "pearls", "barley", "olives", "slate", "tea", "resin", "porcelain", "marble", "flax", "coral",
+    "salt", "amber", "wool", "copper", "silk", "honey", "paper", "indigo", "cedar", "tin", "saffron", "glass",
+    "granite", "linen", "pearls", "barley", "olives", "slate", "tea", "resin", "porcelain", "marble", "flax", "coral",
 )  # fmt: skip
 _FORMS = (
     "opera", "novel", "fresco", "symphony", "epic poem", "ballad", "tapestry", "treatise", "atlas", "comedy", "mosaic",
@@ -174,7 +176,8 @@ _RELATIONS: dict[str, tuple[tuple[str, str, str, str, str], ...]] = {
          "the institution where {e} taught"),
     ),
     "place": (
-        ("ruler", "person", "The first ruler of {e} was {v}.", "Who was the first ruler of {e}?", "the first ruler of {e}"),
+        ("ruler", "person", "The first ruler of {e} was {v}.", "Who was the first ruler of {e}?",
+         "the first ruler of {e}"),
         ("product", "product", "{e} is known for its {v}.", "What is {e} known for?", ""),
         ("founded", "year", "{e} was settled in the year {v}.", "In which year was {e} settled?", ""),
         ("neighbour", "place", "The nearest town to {e} is {v}.", "What is the nearest town to {e}?",
@@ -367,7 +370,7 @@ class World:
         return _SplitIndices(self, split)
 
     def question(self, index: int, slot: int, second: int | None = None) -> Question:
-        """Return the question for fact ``slot`` of entity ``index``; with ``second``, for that fact of the first one's value.
+        """Return the question for a fact of an entity or, with ``second``, for a fact of that fact's value.
 
         Raises:
             ConfigError: If ``second`` is given but the first fact's value has no passage.
@@ -382,7 +385,9 @@ class World:
         text = final.question.replace(bridge, fact.noun)
         return Question(text, (final.value, *final.aliases), (name, bridge), 2)
 
-    def tasks(self, num_questions: int, split: str, count: int, seed: int = 0, two_hop: float | None = None) -> list[Task]:
+    def tasks(
+        self, num_questions: int, split: str, count: int, seed: int = 0, two_hop: float | None = None
+    ) -> list[Task]:
         """Compose tasks whose questions rest on entities of one split.
 
         No question stands twice in a task; across tasks questions repeat only once all of the split's have been used.
