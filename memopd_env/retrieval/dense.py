@@ -14,14 +14,13 @@ from pathlib import Path
 import numpy as np
 
 from memopd_env.errors import CorpusError
-from memopd_env.retrieval import manifest as layout
 from memopd_env.retrieval.base import Passage
 from memopd_env.retrieval.corpus import Corpus
 from memopd_env.retrieval.encoders import Encoder, checked, load_encoder
 from memopd_env.retrieval.errors import BrokenIndexError
-from memopd_env.retrieval.index import VectorIndex, load_faiss, read_index
+from memopd_env.retrieval.index import INDEX, REFINE, VectorIndex, load_faiss, read_index
 from memopd_env.retrieval.kinds import factory
-from memopd_env.retrieval.manifest import Manifest
+from memopd_env.retrieval.manifest import OFFSETS, Manifest
 from memopd_env.retrieval.resources import check_memory
 
 
@@ -164,7 +163,7 @@ def open_corpus(folder: Path, manifest: Manifest, path: str | Path | None = None
     if not chosen.is_file():
         raise CorpusError(f"the corpus of {folder} is not at {chosen}: give its path with --corpus")
     packed = chosen.suffix == ".gz"
-    corpus = Corpus.open(chosen) if packed else Corpus.with_offsets(chosen, folder / layout.OFFSETS)
+    corpus = Corpus.open(chosen) if packed else Corpus.with_offsets(chosen, folder / OFFSETS)
     manifest.check_corpus(corpus.path, len(corpus))
     return corpus
 
@@ -175,13 +174,13 @@ def open_index(folder: Path, manifest: Manifest, mmap: bool = True, gpu: bool = 
     Raises:
         BrokenIndexError: If the file is not what the manifest says.
     """
-    index = read_index(folder / layout.INDEX, mmap or gpu)
+    index = read_index(folder / INDEX, mmap or gpu)
     if (int(index.ntotal), int(index.d)) != (manifest.count, manifest.dim):
         raise BrokenIndexError(
-            f"{folder / layout.INDEX} holds {index.ntotal:,} vectors of {index.d} numbers and the manifest says "
+            f"{folder / INDEX} holds {index.ntotal:,} vectors of {index.d} numbers and the manifest says "
             f"{manifest.count:,} of {manifest.dim}: it belongs to another index; rebuild it"
         )
-    refine = read_index(folder / layout.REFINE) if layout.REFINE in manifest.files else None
+    refine = read_index(folder / REFINE) if REFINE in manifest.files else None
     if gpu:
         from memopd_env.retrieval.gpu import to_gpus
 

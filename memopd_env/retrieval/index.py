@@ -21,6 +21,11 @@ from memopd_env.retrieval.errors import BrokenIndexError
 
 DEFAULT_CANDIDATES = 64
 
+# Names within an index folder.
+INDEX = "index.faiss"
+REFINE = "refine.faiss"
+LISTS = "index.ivfdata"
+
 
 def load_faiss() -> Any:
     """The faiss module; raises MissingExtraError with the install command."""
@@ -111,11 +116,17 @@ def read_index(path: str | Path, mmap: bool = True) -> Any:
         BrokenIndexError: If the file is missing or not an index.
     """
     faiss = load_faiss()
-    flags = (faiss.IO_FLAG_MMAP | faiss.IO_FLAG_MMAP_IFC) if mmap else 0
     try:
-        return faiss.read_index(str(path), flags | faiss.IO_FLAG_ONDISK_SAME_DIR)
-    except RuntimeError as error:
-        reason = str(error).strip().splitlines()[-1][:200]
+        if Path(path).with_name(LISTS).is_file():
+            # Lists in a file of their own are always mapped; asking for it again makes FAISS skip them.
+            return faiss.read_index(str(path), faiss.IO_FLAG_READ_ONLY | faiss.IO_FLAG_ONDISK_SAME_DIR)
+        with open(path, "rb") as file:
+            inverted = file.read(2) == b"Iw"
+        # FAISS maps inverted lists in one way and plain codes in another, and refuses both together.
+        flags = (faiss.IO_FLAG_MMAP if inverted else faiss.IO_FLAG_MMAP_IFC) if mmap else 0
+        return faiss.read_index(str(path), flags)
+    except (RuntimeError, OSError) as error:
+        reason = str(error).strip().splitlines()[-1][-200:]
         raise BrokenIndexError(
             f"{path} is not a readable FAISS index ({reason}): it was cut off or is another file; "
             "copy or build it again"
@@ -150,7 +161,8 @@ def write_codes(path: str | Path, trained: Any, blocks: Iterable[np.ndarray], co
             codes = trained.sa_encode(np.ascontiguousarray(block, np.float32))
             first = codes[0] if first is None else first
             last = codes[-1]
-            codes.tofile(file)
+            # Not tofile, which does not notice a full disk.
+            file.write(codes.data)
         file.flush()
         os.fsync(file.fileno())
     written = read_index(path)

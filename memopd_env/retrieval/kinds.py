@@ -22,6 +22,7 @@ from memopd_env.errors import ConfigError
 KINDS = ("flat", "flat-fp16", "sq8", "ivf", "ivfpq", "hnsw")
 HNSW_LINKS = 32
 TRAIN_PER_LIST = 39
+MIN_PQ = 256
 
 # Kinds of which a search reads every byte: paging them from disk answers, but in minutes.
 SCANNED = ("flat", "flat-fp16", "sq8")
@@ -32,6 +33,16 @@ def check_kind(kind: str) -> str:
     if kind not in KINDS:
         raise ConfigError(f"no index kind is called {kind!r}: use one of {', '.join(KINDS)}")
     return kind
+
+
+def check_count(kind: str, count: int) -> None:
+    """Refuse a kind that cannot be trained on so few vectors.
+
+    Raises:
+        ConfigError: Naming the number and the kind to use.
+    """
+    if kind == "ivfpq" and count < MIN_PQ:
+        raise ConfigError(f"{count} passages are too few for ivfpq, which needs {MIN_PQ:,}: use flat")
 
 
 def lists_for(count: int) -> int:
@@ -52,7 +63,7 @@ def factory(kind: str, dim: int, count: int) -> str:
         "flat-fp16": "SQfp16",
         "sq8": "SQ8",
         "ivf": f"IVF{lists_for(count)},Flat",
-        "ivfpq": f"IVF{lists_for(count)},PQ{code_bytes(dim)}x8",
+        "ivfpq": f"IVF{lists_for(count)},PQ{code_bytes(dim)}x8np",
         "hnsw": f"HNSW{HNSW_LINKS},Flat",
     }[check_kind(kind)]
 

@@ -21,8 +21,6 @@ from memopd_env.retrieval.files import write_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-INDEX = "index.faiss"
-REFINE = "refine.faiss"
 OFFSETS = "offsets.npy"
 PROBE = "The Who are an English rock band formed in London in 1964."
 _PROBE_NUMBERS = 16
