@@ -71,6 +71,7 @@ class Call:
     seed: int | None = None
     policy_version: int = 0
     context: list[tuple[str, int, str]] = field(default_factory=list)
+    usage: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -84,6 +85,7 @@ class Episode:
         info: The environment's ``info["episode"]`` at the end (answers, em, f1, sub_em, stop reason, ...).
         seed: Episode seed.
         number: Position in its run, which a resumed run goes by.
+        seconds: Wall-clock time from reset to end, in the company it was played in; not part of what the episode is.
     """
 
     calls: list[Call]
@@ -92,6 +94,7 @@ class Episode:
     info: dict[str, Any] = field(default_factory=dict)
     seed: int | None = None
     number: int = 0
+    seconds: float = field(default=0.0, compare=False)
 
     def to_json(self) -> str:
         """Return the episode as one line of JSON, without the newline."""

@@ -8,6 +8,7 @@ episode, call) alone: what an episode is does not depend on who was played besid
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -51,7 +52,8 @@ def rollout(
     path: str | Path | None = None,
     keep_text: bool = False,
     on_episode: EpisodeCallback | None = None,
-    chat_template: Mapping[str, Any] | None = None,
+    builder: PromptBuilder | None = None,
+    repeatable: bool = False,
 ) -> list[Episode]:
     """Play one episode for each entry of ``task_indices``.
 
@@ -69,7 +71,9 @@ def rollout(
         path: Where to append episodes as JSONL; those already there are not played again.
         keep_text: Also store what every call saw as text, for reports.
         on_episode: Progress callback.
-        chat_template: Further arguments of the tokenizer's ``apply_chat_template``.
+        builder: Makes prompts; made from the tokenizer and the environment's tags if absent.
+        repeatable: Take a search's answer always one poll after it was asked, however fast it is. The same calls then
+            share the same batches each time, so even the rounding of log-probs repeats.
 
     Returns:
         The episodes in the order of ``task_indices``.
@@ -81,7 +85,7 @@ def rollout(
     """
     log = EpisodeLog(path) if path is not None else None
     done = resumed_episodes(log, len(task_indices), seed)
-    loop = _Loop(engine, tokenizer, make_env, sampling, seed, keep_text, chat_template)
+    loop = _Loop(engine, tokenizer, make_env, sampling, seed, keep_text, builder, repeatable)
     queue = deque(number for number in range(len(task_indices)) if number not in done)
     try:
         while queue or loop.active:
@@ -129,6 +133,7 @@ class _Seat:
     core: MemOPDEnv
     agent: PolicyAgent
     number: int = 0
+    started: float = 0.0
     query: str = ""
     context: Sequence[Segment] = ()
 
@@ -147,7 +152,8 @@ class _Loop:
         sampling: SamplingParams | None,
         seed: int,
         keep_text: bool,
-        chat_template: Mapping[str, Any] | None,
+        builder: PromptBuilder | None,
+        repeatable: bool,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
@@ -155,8 +161,8 @@ class _Loop:
         self._sampling = sampling
         self._seed = seed
         self._keep_text = keep_text
-        self._chat_template = chat_template
-        self._builder: PromptBuilder | None = None
+        self._builder = builder
+        self._repeatable = repeatable
         self._free: list[_Seat] = []
         self._seats: list[_Seat] = []
         self._sampled: dict[str, _Seat] = {}
@@ -172,7 +178,7 @@ class _Loop:
     def start(self, number: int, task_index: int) -> None:
         """Begin an episode and submit its first call."""
         seat = self._free.pop() if self._free else self._new_seat()
-        seat.number = number
+        seat.number, seat.started = number, time.monotonic()
         seed = episode_seed(self._seed, number)
         seat.agent.reset(seed)
         _, info = seat.env.reset(seed=seed, options={"task_index": task_index})
@@ -187,7 +193,7 @@ class _Loop:
                 raise EngineError(f"the engine lost {len(self._sampled)} requests: poll() returned nothing")
             for completion in completions:
                 self._act(self._sampled.pop(completion.request_id), completion, finished)
-        if self._search is not None and (self._search[0].done() or not self._sampled):
+        if self._search is not None and (self._repeatable or self._search[0].done() or not self._sampled):
             self._answer_searches(finished)
         if self._search is None and self._to_search:
             self._begin_search()
@@ -203,7 +209,7 @@ class _Loop:
         env = self._make_env()
         core = _core(env)
         if self._builder is None:
-            self._builder = PromptBuilder(self._tokenizer, core.tags, self._chat_template)
+            self._builder = PromptBuilder(self._tokenizer, core.tags)
         agent = PolicyAgent(self._engine, self._tokenizer, self._sampling, tags=core.tags, builder=self._builder)
         seat = _Seat(env, core, agent)
         self._seats.append(seat)
@@ -266,7 +272,8 @@ class _Loop:
             return
         summary = info["episode"]
         seed = episode_seed(self._seed, seat.number)
-        finished.append(Episode(seat.agent.calls, reward, summary["task_id"], summary, seed, seat.number))
+        seconds = time.monotonic() - seat.started
+        finished.append(Episode(seat.agent.calls, reward, summary["task_id"], summary, seed, seat.number, seconds))
         self._free.append(seat)
 
 
