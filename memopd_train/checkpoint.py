@@ -105,7 +105,7 @@ class AtomicCheckpoints(Trainer):
         """Add files to a checkpoint before it is published; called on every rank."""
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        with _no_progress_bars():
+        with no_progress_bars():
             super()._save(output_dir, state_dict)
         if self.args.should_save:
             folder = Path(output_dir or str(self.args.output_dir))
@@ -131,8 +131,8 @@ class AtomicCheckpoints(Trainer):
 
 
 @contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Keep the bar that transformers shows for every file it writes out of ours."""
+def no_progress_bars() -> Iterator[None]:
+    """Keep the bars that transformers shows for every file it reads or writes out of ours."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

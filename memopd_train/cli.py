@@ -119,7 +119,7 @@ def memopd(
     Example: memopd train memopd --model runs/sft/model --teacher runs/teacher/model --tasks train.jsonl
     --corpus corpus.jsonl --out runs/memopd --iterations 60 --opd_coef 1.0
     """
-    from memopd_train.loading import open_model
+    from memopd_train.loading import open_model, open_tokenizer
     from memopd_train.trainer import MemOPDTrainer
 
     options = load_config(MemOPDConfig, [*context.args, "--output_dir", str(out)], file=config)
@@ -127,20 +127,20 @@ def memopd(
     stage = _Stage(tasks, corpus, num_questions, world, split, choices)
     held_out = stage.held_out(eval_tasks) if eval_tasks is not None or options.eval_every else ()
     student, tokenizer = open_model(model)
-    asked, asked_tokenizer = open_model(teacher) if teacher is not None else (None, None)
+    teacher_tokenizer = None if teacher is None else open_tokenizer(teacher)
 
     def run() -> None:
         with progress_line("memopd") as show:
             trainer = MemOPDTrainer(
                 model=student,
-                teacher=asked,
-                ref_model=None if reference is None else open_model(reference)[0],
+                teacher=teacher,
+                ref_model=reference,
                 args=options,
                 processing_class=tokenizer,
                 env_fn=stage.env,
                 train_tasks=stage.tasks,
                 eval_tasks=held_out,
-                teacher_processing_class=asked_tokenizer,
+                teacher_processing_class=teacher_tokenizer,
                 on_progress=show,
             )
             trainer.train(resume_from_checkpoint=resume)

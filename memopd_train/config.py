@@ -64,6 +64,7 @@ class MemOPDSFTConfig(SFTConfig):
     def __post_init__(self) -> None:
         self.bf16 = _runs_in_bf16(self.bf16, self.fp16, self.use_cpu)
         self.max_length = None  # nothing is truncated
+        self.dataloader_pin_memory = self.dataloader_pin_memory and torch.cuda.is_available() and not self.use_cpu
         self.dataset_kwargs = {"skip_prepare_dataset": True}
         super().__post_init__()
         _check_choices(self, MemOPDSFTConfig)

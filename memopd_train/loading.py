@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from memopd_env.errors import ConfigError
+from memopd_train.checkpoint import no_progress_bars
 from memopd_train.smallmodel import ModelShape, learned_tokenizer, new_model, terse_world_tokenizer
 
 SHAPES = {
@@ -36,14 +38,40 @@ def open_model(
             raise ConfigError(f"model {spec!r}: the size must be one of {', '.join(SHAPES)}")
         tokenizer = terse_world_tokenizer() if texts is None else learned_tokenizer(texts)
         return new_model(tokenizer, SHAPES[size], seed), tokenizer
+    return load_model(spec), open_tokenizer(spec)
+
+
+def open_tokenizer(spec: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(spec)
+    except (OSError, ValueError) as problem:
+        raise ConfigError(f"no tokenizer in {spec!r}: {str(problem).splitlines()[0]}") from problem
+
+
+def load_model(spec: str, *, frozen: bool = False) -> PreTrainedModel:
+    """Load a causal language model.
+
+    Args:
+        spec: A folder or a name on the Hugging Face hub.
+        frozen: It is only asked, never trained: keep its own precision where there is a GPU. Models that train, and all
+            models on a CPU, are loaded in float32.
+
+    Raises:
+        ConfigError: If there is no such model.
+    """
     if Path(spec).exists() and not (Path(spec) / "config.json").is_file():
         raise ConfigError(f"{spec} is not a model: it has no config.json; the model of a run is in its folder model/")
+    dtype = "auto" if frozen and torch.cuda.is_available() else torch.float32
     try:
-        tokenizer = AutoTokenizer.from_pretrained(spec)
-        model = AutoModelForCausalLM.from_pretrained(spec, dtype="auto")
+        with no_progress_bars():
+            return AutoModelForCausalLM.from_pretrained(spec, dtype=dtype)
     except (OSError, ValueError) as problem:
         raise ConfigError(
             f"cannot load model {spec!r}: {str(problem).splitlines()[0]} "
             "Give a folder with config.json and weights, a hub name, or new:small"
         ) from problem
-    return (model if model.device.type != "cpu" else model.float()), tokenizer

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from memopd_train.alignpack import Pack
 from memopd_train.attention import Backend, hidden_states, output_head, use_backend
 from memopd_train.errors import VocabularyError
+from memopd_train.loading import load_model
 from memopd_train.projection import Projection
 
 
@@ -117,10 +118,13 @@ def project(model: PreTrainedModel, hidden: Tensor) -> Projection:
     return Projection(hidden, weight, bias)
 
 
-def freeze(model: PreTrainedModel, backend: Backend | str, device: torch.device) -> PreTrainedModel:
-    """Make a model that is only asked, never trained: a teacher or a reference."""
-    use_backend(model, backend)
-    return model.requires_grad_(False).eval().to(device)  # pyright: ignore[reportArgumentType]
+def freeze(model: PreTrainedModel | str | None, backend: Backend | str, device: torch.device) -> PreTrainedModel | None:
+    """Make a model, or the path of one, into one that is only asked, never trained: a teacher or a reference."""
+    if model is None:
+        return None
+    loaded = load_model(model, frozen=True) if isinstance(model, str) else model
+    use_backend(loaded, backend)
+    return loaded.requires_grad_(False).eval().to(device)  # pyright: ignore[reportArgumentType]
 
 
 def valid_vocabulary(

@@ -42,7 +42,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import TrainOutput
 from trl.trainer.utils import disable_dropout_in_model
@@ -61,6 +61,7 @@ from memopd_train.checkpoint import checkpoint_to_resume, stop_on_signal
 from memopd_train.config import MemOPDConfig, check_parts
 from memopd_train.errors import EpisodeError, TrainingInterrupted
 from memopd_train.experience import Experience, Layout, gather, lay_out
+from memopd_train.loading import load_model
 from memopd_train.losses import LossOptions, ppo_opd_loss, value_loss
 from memopd_train.models import ActorCritic, Critic, freeze, project, valid_vocabulary
 from memopd_train.progress import ProgressCallback
@@ -147,7 +148,7 @@ class MemOPDTrainer(Run):
         check_parts(
             args, teacher=teacher, reference=ref_model, train_tasks=len(train_tasks), eval_tasks=len(eval_tasks)
         )
-        actor = _load(model)
+        actor = load_model(model) if isinstance(model, str) else model
         if peft_config is not None:
             from peft import get_peft_model  # pyright: ignore[reportMissingImports]
 
@@ -172,8 +173,8 @@ class MemOPDTrainer(Run):
         self.remove_callback(PrinterCallback)
         actor.config.use_cache = use_cache
         self.tokenizer = processing_class
-        self.teacher = None if teacher is None else freeze(_load(teacher), backend, args.device)
-        self.reference = None if ref_model is None else freeze(_load(ref_model), backend, args.device)
+        self.teacher = freeze(teacher, backend, args.device)
+        self.reference = freeze(ref_model, backend, args.device)
         self.valid_vocab = valid_vocabulary(processing_class, actor, self.teacher, teacher_processing_class)
         self.env_fn = env_fn or _default_env(args)
         self.train_tasks, self.eval_tasks = train_tasks, eval_tasks
@@ -484,6 +485,7 @@ class MemOPDTrainer(Run):
             seed=seed,
             max_active=self.args.max_active,
             on_episode=on_episode,
+            repeatable=True,
         )
 
     def _sync_engine(self) -> None:
@@ -516,10 +518,6 @@ class MemOPDTrainer(Run):
 
 def _frozen(model: PreTrainedModel | None, hidden: Tensor | None, at: Tensor) -> Projection | None:
     return None if model is None or hidden is None else project(model, hidden[at])
-
-
-def _load(model: PreTrainedModel | str) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(model) if isinstance(model, str) else model
 
 
 def _default_env(args: MemOPDConfig) -> EnvFactory:

@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 from transformers import Qwen2ForCausalLM
 
-from memopd_agents.episode import Call, Episode
-from memopd_agents.policy import PromptBuilder
 from memopd_env import MemOPDEnv, Task
 from memopd_env.retrieval import Passage, SparseRetriever
 from memopd_train.config import MemOPDConfig, MemOPDSFTConfig
+from memopd_train.demonstrations import demonstrate
 from memopd_train.sft import train_sft
 from memopd_train.smallmodel import ModelShape, new_model, pieces_tokenizer
 from memopd_train.trainer import MemOPDTrainer
@@ -18,9 +17,22 @@ from memopd_train.trainer import MemOPDTrainer
 SHAPE = ModelShape(layers=2, width=32, heads=2, window=128)
 
 
+class Script:
+    """An agent that says its lines."""
+
+    def __init__(self, actions):
+        self.actions = actions
+
+    def reset(self, seed=None):
+        self.left = list(self.actions)
+
+    def act(self, observation, info):
+        return self.left.pop(0)
+
+
 @dataclass
 class Colours:
-    """The parts of a run in this world; `student` writes valid answers, half of them red, which is right."""
+    """The parts of a run here; `student` answers red, which is right, half of the time, and may search first."""
 
     tokenizer: object
     tasks: list
@@ -77,22 +89,20 @@ def colours(tmp_path_factory) -> Colours:
     tasks = [Task(f"task-{number}", [f"thing number {number}?"], [["red"]]) for number in range(6)]
     retriever = SparseRetriever.from_passages([Passage("0", "red", "red thing"), Passage("1", "blue", "blue thing")])
     made = Colours(tokenizer, tasks, retriever, tmp_path_factory.mktemp("cold"))
-    env, builder = made.env(tasks), PromptBuilder(tokenizer)
     episodes = []
-    for number in range(len(tasks)):
-        _, info = env.reset(options={"task_index": number})
-        prompt, _ = builder.build(info["context"], {})
-        for word in ("red", "blue"):
-            action = list(builder.encode(f"<think>{word}</think><answer>{word}</answer>"))
-            episodes.append(Episode([Call(prompt, action)], 0.0))
+    for word in ("red", "blue"):
+        answer = f"<think>{word}</think><answer>{word}</answer>"
+        search = f"<think>?</think><search>{word}</search>"
+        for actions in ([answer], [search, answer]):
+            episodes += demonstrate(Script(actions), made.env(tasks), tokenizer, range(len(tasks)))
     config = MemOPDSFTConfig(
         use_cpu=True,
-        max_steps=60,
+        max_steps=80,
         learning_rate=1e-2,
         warmup_steps=5,
         save_strategy="no",
         per_device_train_batch_size=12,
-        logging_steps=60,
+        logging_steps=80,
     )
     made.folder = train_sft(new_model(tokenizer, SHAPE), tokenizer, episodes, made.folder, config)
     return made

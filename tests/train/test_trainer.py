@@ -2,6 +2,9 @@
 
 import copy
 import logging
+import random
+import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -193,6 +196,22 @@ def test_a_task_comes_again_only_after_all_others(colours, tmp_path):
     order = [index for indices in drawn for index in indices[::2]]
     assert sorted(order[:6]) == sorted(order[6:12]) == list(range(6))
     assert order[:6] != order[6:12]
+
+
+def test_playing_repeats_to_the_last_bit_however_fast_searches_are(colours, tmp_path):
+    class Moody:
+        def search(self, queries, k):
+            time.sleep(random.random() * 0.02)
+            return colours.retriever.search(queries, k)
+
+    played = []
+    for number in range(3):
+        moody = replace(colours, retriever=Moody())
+        trainer = moody.trainer(tmp_path / str(number), episodes_per_iteration=48, max_active=16)
+        trainer.begin(None)
+        played.append([(c.action_ids, c.logprobs) for e in trainer.play() for c in e.calls])
+    assert len(played[0]) > 48, "nobody searched"
+    assert played[0] == played[1] == played[2]
 
 
 def test_an_engine_of_its_own_gets_the_new_weights(colours, tmp_path):
