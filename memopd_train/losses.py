@@ -284,13 +284,14 @@ class _Fused(torch.autograd.Function):
         # Summing chunk after chunk in half precision drifts, so the head's gradient grows in full precision.
         grad_weight = torch.zeros_like(weight, dtype=loss.dtype) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=loss.dtype) if needs_bias and bias is not None else None
-        found: list[_Values] = []
+        values = _Values(*(torch.empty_like(tokens.weights) for _ in _Values._fields))
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in chunks(len(tokens.weights), vocab, hidden.device, options.chunk_size):
                 chunk = tokens.rows(rows)
-                part, values, grad_logits = _chunk(student, rows, chunk, teacher, reference, options, vocab)
+                part, found, grad_logits = _chunk(student, rows, chunk, teacher, reference, options, vocab)
                 loss += part
-                found.append(values)
+                for column, piece in zip(values, found, strict=True):
+                    column[rows] = piece
                 if grad_hidden is not None:
                     grad_hidden[rows] = (grad_logits.to(weight.dtype) @ weight[:vocab]).to(hidden.dtype)
                 if grad_weight is not None:
@@ -303,8 +304,7 @@ class _Fused(torch.autograd.Function):
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
         ]
-        columns = zip(*found, strict=True) if found else [[tokens.weights]] * len(_Values._fields)
-        return loss, _Values(*(torch.cat(list(column)) for column in columns))
+        return loss, values
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:

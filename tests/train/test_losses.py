@@ -390,7 +390,7 @@ def test_the_value_loss_is_the_larger_of_plain_and_clipped_error() -> None:
     values = torch.tensor([1.0, 1.0, 0.1], requires_grad=True)
     loss, clipped = value_loss(values, torch.zeros(3), torch.tensor([2.0, 0.0, 0.0]), clip_range=0.2)
     # Far from its target by clipping, not yet clipped by the maximum, inside the range.
-    assert float(loss) == pytest.approx(0.5 * (1.8**2 + 1.0**2 + 0.1**2) / 3)
+    assert loss.item() == pytest.approx(0.5 * (1.8**2 + 1.0**2 + 0.1**2) / 3)
     assert float(clipped) == pytest.approx(1 / 3)
     (gradient,) = torch.autograd.grad(loss, values)
     assert torch.allclose(gradient, torch.tensor([0.0, 1.0, 0.1]) / 3)
@@ -401,7 +401,7 @@ def test_the_value_loss_without_clipping_is_half_the_squared_error_and_ignores_w
     weights = torch.tensor([1.0, 0.0])
     for clip_range in (None, 10.0):
         loss, clipped = value_loss(values, torch.zeros(2), torch.ones(2), clip_range=clip_range, weights=weights)
-        assert float(loss) == 2.0 and float(clipped) == 0.0
+        assert loss.item() == 2.0 and float(clipped) == 0.0
         assert torch.autograd.grad(loss, values)[0].tolist() == [2.0, 0.0]
     empty = torch.zeros(0, requires_grad=True)
     loss, _ = value_loss(empty, empty.detach(), empty.detach())
