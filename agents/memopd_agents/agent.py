@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
 from memopd_env.errors import ConfigError
@@ -93,6 +95,9 @@ def agent_factory(spec: str, offered: Mapping[str, Any] | None = None, **argumen
 def _load(spec: str) -> Any:
     module, colon, name = spec.partition(":")
     if colon:
+        # A console script does not look for modules where it is run, but that is where a stranger's agent lies.
+        if (here := str(Path.cwd())) not in sys.path:
+            sys.path.append(here)
         try:
             target: Any = importlib.import_module(module)
             for part in name.split("."):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -49,6 +50,13 @@ def test_found_by_name_and_given_what_it_asks_for(tasks):
 
 def test_found_by_module_and_class(monkeypatch):
     assert agent_factory(f"{HERE}:Parrot", {"tasks": []}, word="hi")().act({}, {}) == "<answer>hi</answer>"
+
+
+def test_found_in_the_folder_where_one_stands(monkeypatch, tmp_path):
+    (tmp_path / "agent_of_a_stranger.py").write_text("def act(observation, info):\n    return '<answer>42</answer>'\n")
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path])
+    monkeypatch.chdir(tmp_path)
+    assert agent_factory("agent_of_a_stranger:act")().act({}, {}) == "<answer>42</answer>"
 
 
 def test_function_becomes_an_agent():
