@@ -20,13 +20,15 @@ from transformers import PreTrainedModel
 from memopd_agents.episode import Call, Episode
 from memopd_train.advantages import gae, terminal_rewards, whiten
 from memopd_train.alignpack import Pack, pack, sampled_tokens, unpack
-from memopd_train.attention import Backend, hidden_states
+from memopd_train.attention import CPU_MAX_TOKENS, Backend, hidden_states
 from memopd_train.config import MemOPDConfig
 from memopd_train.errors import EpisodeError
 from memopd_train.losses import token_weights
 from memopd_train.models import ActorCritic, project
 from memopd_train.projection import token_scores
 
+GPU_MAX_TOKENS = 8192
+"""Unique tokens of a pack on a GPU, when ``max_pack_tokens`` is 0."""
 GlobalSum = Callable[[Tensor], Tensor]
 """Sums a tensor over all ranks."""
 
@@ -93,7 +95,6 @@ def lay_out(
     *,
     mini_batches: int,
     seed: int,
-    max_tokens: int,
     device: torch.device,
     global_sum: GlobalSum = lambda x: x,
     ranks: int = 1,
@@ -107,20 +108,20 @@ def lay_out(
         args: Options.
         mini_batches: How many; each gets a share of every rank's episodes.
         seed: Of the assignment of episodes to mini-batches.
-        max_tokens: Most unique tokens of a pack.
         device: Where tensors go.
         global_sum: Sum over ranks.
         ranks: Number of ranks.
 
     Raises:
         EpisodeError: If an episode holds no sampled token.
-        PackError: If a call is longer than ``max_tokens``.
+        PackError: If a call is longer than ``args.max_pack_tokens``.
     """
     for episode in episodes:
         if not any(call.action_ids for call in episode.calls):
             raise EpisodeError(
                 f"the episode of task {episode.task_id!r} has no sampled token: nothing can be learned from it"
             )
+    max_tokens = _max_tokens(episodes, args, device)
     tokens = sampled_tokens(episodes)
     starts = torch.searchsorted(tokens.episode_index, torch.arange(len(episodes) + 1)).tolist()
     made: list[list[Pack]] = []
@@ -146,6 +147,19 @@ def lay_out(
         rollout_logprobs=None if tokens.logprobs is None else tokens.logprobs.to(device),
         weights=weights.to(device),
     )
+
+
+def _max_tokens(episodes: Sequence[Episode], args: MemOPDConfig, device: torch.device) -> int:
+    if args.max_pack_tokens:
+        return args.max_pack_tokens
+    if device.type != "cpu":
+        return GPU_MAX_TOKENS
+    return max(CPU_MAX_TOKENS, _longest_call(episodes))
+
+
+def _longest_call(episodes: Sequence[Episode]) -> int:
+    """Most tokens of one call, prompt and action."""
+    return max(len(call.prompt_ids) + len(call.action_ids) for episode in episodes for call in episode.calls)
 
 
 def _assign(episodes: int, group: int, mini_batches: int, seed: int) -> list[list[int]]:
@@ -224,7 +238,9 @@ def gather(
     if teacher is not None and args.needs_teacher:
         seen = packs
         if args.teacher_state == "persistent_history":
-            seen = [p.to(teacher.device) for p in pack(persistent_history(episodes), share_prefix=args.share_prefix)]
+            history = persistent_history(episodes)
+            most = max(_max_tokens(history, args, teacher.device), _longest_call(history))
+            seen = [p.to(teacher.device) for p in pack(history, max_tokens=most, share_prefix=args.share_prefix)]
         teacher_hidden = score_frozen(teacher, seen, model.backend)
     if reference is not None and args.reference_kl_coef > 0:
         reference_hidden = score_frozen(reference, packs, model.backend)

@@ -114,6 +114,17 @@ class Run(AtomicCheckpoints, _BaseTrainer):
         """A random order of ``count`` things; the same whenever and wherever it is asked for."""
         return np.random.default_rng(self.derived_seed(*parts)).permutation(count).tolist()
 
+    def task_indices(self, iteration: int) -> list[int]:
+        """Which tasks this rank plays in an iteration: a pure function, so a checkpoint need not know the order."""
+        groups = self.args.episodes_per_iteration // self.args.rollouts_per_task
+        count, start = len(self.train_tasks), iteration * groups
+        drawn: list[int] = []
+        for epoch in range(start // count, (start + groups - 1) // count + 1):
+            order = self.permutation(count, "tasks", epoch)
+            drawn += order[max(start - epoch * count, 0) : start + groups - epoch * count]
+        mine = drawn[self.args.process_index :: self.args.world_size]
+        return [index for index in mine for _ in range(self.args.rollouts_per_task)]
+
     def over_ranks(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """The mean of each metric over all ranks; every rank must have the same ones."""
         if self.args.world_size == 1:

@@ -34,7 +34,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -56,7 +56,6 @@ from memopd_env.errors import ConfigError
 from memopd_env.tasks.task import Task
 from memopd_train import monitor
 from memopd_train.alignpack import Pack
-from memopd_train.attention import CPU_MAX_TOKENS
 from memopd_train.checkpoint import checkpoint_to_resume, stop_on_signal
 from memopd_train.config import MemOPDConfig, check_parts
 from memopd_train.errors import EpisodeError, TrainingInterrupted
@@ -71,7 +70,6 @@ from memopd_train.weights import sync_engine
 
 logger = logging.getLogger(__name__)
 
-GPU_MAX_TOKENS = 8192
 EnvFactory = Callable[[Sequence[Task]], gym.Env[Any, Any]]
 """Makes an environment that plays the given tasks; all environments of a run should share one retriever."""
 
@@ -452,17 +450,6 @@ class MemOPDTrainer(Run):
 
     # Playing
 
-    def task_indices(self, iteration: int) -> list[int]:
-        """Which tasks this rank plays in an iteration: a pure function, so a checkpoint need not know the order."""
-        groups = self.args.episodes_per_iteration // self.args.rollouts_per_task
-        count, start = len(self.train_tasks), iteration * groups
-        drawn: list[int] = []
-        for epoch in range(start // count, (start + groups - 1) // count + 1):
-            order = self.permutation(count, "tasks", epoch)
-            drawn += order[max(start - epoch * count, 0) : start + groups - epoch * count]
-        mine = drawn[self.args.process_index :: self.args.world_size]
-        return [index for index in mine for _ in range(self.args.rollouts_per_task)]
-
     def _roll_out(
         self, tasks: Sequence[Task], indices: Sequence[int], *, seed: int, temperature: float, stage: str
     ) -> list[Episode]:
@@ -501,19 +488,10 @@ class MemOPDTrainer(Run):
             self.args,
             mini_batches=self.args.mini_batches,
             seed=self.derived_seed("mini-batches", self.iteration, 0),
-            max_tokens=self._max_tokens(episodes),
             device=self.args.device,
             global_sum=lambda x: self.accelerator.reduce(x, "sum"),  # pyright: ignore[reportArgumentType]
             ranks=self.args.world_size,
         )
-
-    def _max_tokens(self, episodes: Iterable[Episode]) -> int:
-        if self.args.max_pack_tokens:
-            return self.args.max_pack_tokens
-        if self.args.device.type != "cpu":
-            return GPU_MAX_TOKENS
-        longest = max(len(call.prompt_ids) + len(call.action_ids) for e in episodes for call in e.calls)
-        return max(CPU_MAX_TOKENS, longest)
 
 
 def _frozen(model: PreTrainedModel | None, hidden: Tensor | None, at: Tensor) -> Projection | None:

@@ -1,0 +1,33 @@
+"""Weights reach the engine, or nobody plays."""
+
+import pytest
+import torch
+
+from memopd_agents.engines import EngineError, HFEngine
+from memopd_train.weights import sync_engine
+
+
+def test_an_engine_that_shares_the_student_only_learns_the_version(colours):
+    student = colours.stranger()
+    engine = HFEngine(student, colours.tokenizer)
+    sync_engine(engine, student, 7)
+    assert engine.version == 7
+
+
+def test_another_engine_gets_the_values(colours):
+    student, engine = colours.stranger(1), HFEngine(colours.stranger(2), colours.tokenizer)
+    sync_engine(engine, student, 3)
+    for mine, its in zip(student.parameters(), engine.model.parameters(), strict=True):
+        assert torch.equal(mine, its)
+    assert engine.version == 3
+
+
+def test_one_changed_bit_is_noticed(colours):
+    class Careless(HFEngine):
+        def update_weights(self, weights, version):
+            super().update_weights(weights, version)
+            with torch.no_grad():
+                next(self.model.parameters())[0, 0] += 1e-3
+
+    with pytest.raises(EngineError, match="step 3"):
+        sync_engine(Careless(colours.stranger(2), colours.tokenizer), colours.stranger(1), 3)
