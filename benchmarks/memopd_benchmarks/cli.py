@@ -36,7 +36,7 @@ def quickstart(
     recipe = (
         Recipe(
             exercises=40, demonstrations=60, base_steps=6, teacher_steps=6, student_steps=4, iterations=2, episodes=8,
-            test_tasks={2: 8, 8: 2, 16: 2},
+            test_tasks={2: 8, 8: 1},
         )
         if smoke
         else Recipe()

@@ -316,7 +316,7 @@ def run_quickstart(
         ConfigError: If the folder holds a quickstart with another seed or recipe.
         TrainingInterrupted: After Ctrl-C, once the state is saved.
     """
-    console = console or Console()
+    screen = console or Console()
     quickstart = Quickstart(out, seed, recipe)
     clock = _Clock(quickstart)
     stages = {
@@ -331,7 +331,7 @@ def run_quickstart(
     for number, (name, stage) in enumerate(stages.items(), start=1):
         title, finished = f"{number}/{len(stages) + 1} {name}", quickstart.out / name / "model"
         if finished.is_dir():
-            console.print(f"{title}: done")
+            screen.print(f"{title}: done")
             models[name] = finished
             continue
         with clock(name), progress_line(title) as show:
@@ -343,7 +343,7 @@ def run_quickstart(
         for done, (number, name) in enumerate(plan):
             show(Progress(f"Q{number} {name}", done, len(plan), 0.0))
             results.append(quickstart.evaluate(name, number, agents[name]))
-    return _report(quickstart, results, clock.seconds, console)
+    return _report(quickstart, results, clock.seconds, screen)
 
 
 class _Clock:

@@ -108,7 +108,7 @@ class WorldConfig:
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> WorldConfig:
-        """Return a named world: ``default`` (4,000 passages of prose) or ``tiny`` (4,000 terse ones; the quickstart's)."""
+        """Return a named world: ``default`` (4,000 passages of prose) or ``tiny`` (4,000 terse ones)."""
         presets = {"default": cls(), "tiny": cls(style="terse", two_hop=0.0)}
         if name not in presets:
             raise ConfigError(f"world preset {name!r} is unknown: choose one of {', '.join(presets)}")

@@ -1,0 +1,70 @@
+import pytest
+
+from memopd_agents.policy import check_prompt
+from memopd_agents.scripted import OracleAgent, RandomAgent
+from memopd_env import MemOPDEnv
+from memopd_env.errors import ConfigError
+from memopd_env.retrieval import SparseRetriever
+from memopd_env.tasks.world import World
+from memopd_train.alignpack import pack
+from memopd_train.demonstrations import demonstrate, reading_exercises
+from memopd_train.smallmodel import terse_world_tokenizer
+
+TOKENIZER = terse_world_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def world():
+    return World("tiny")
+
+
+@pytest.fixture(scope="module")
+def env(world):
+    retriever = SparseRetriever.from_passages(list(world.passages()))
+    return MemOPDEnv(2, tasks=world.tasks(2, "train", 12), retriever=retriever, instructions="terse", top_k=1)
+
+
+def test_a_demonstration_is_what_the_agent_saw_and_wrote(env):
+    episodes = demonstrate(OracleAgent(env.tasks), env, TOKENIZER, range(12))
+    assert [episode.reward for episode in episodes] == [2.0] * 12
+    for episode in episodes:
+        written = [call.action_ids for call in episode.calls]
+        for number, call in enumerate(episode.calls):
+            assert TOKENIZER.decode(call.action_ids) == call.text
+            check_prompt(call.prompt_ids, call.segments, written[:number])
+    text = TOKENIZER.decode(episodes[0].calls[1].prompt_ids, skip_special_tokens=True)
+    assert text.startswith(f"Q: {env.tasks[0].questions[0]}")
+    assert text.endswith("</information>")
+
+
+def test_demonstrations_can_be_packed(env):
+    episodes = demonstrate(OracleAgent(env.tasks), env, TOKENIZER, range(3))
+    (packed,) = pack(episodes)
+    assert packed.action_ids.tolist() == [i for e in episodes for call in e.calls for i in call.action_ids]
+
+
+def test_failures_are_left_out_on_request(env):
+    assert demonstrate(RandomAgent(), env, TOKENIZER, range(12), min_reward=1.0) == []
+
+
+def test_an_exercise_repeats_every_fact_of_its_passages(world):
+    for episode in reading_exercises(world, TOKENIZER, 20, passages=2, seed=3):
+        (call,) = episode.calls
+        passage, memory = TOKENIZER.decode(call.prompt_ids), TOKENIZER.decode(call.action_ids)
+        lines = memory.removeprefix("<think> ").removesuffix("</think>").split("; ")
+        assert len(lines) == 6
+        for name, relation, value in (line.split(" ") for line in lines):
+            assert f" {name}: " in passage
+            assert f"{relation} {value}" in passage
+
+
+def test_exercises_are_about_entities_of_their_split_only(world):
+    allowed = {world.name(index) for index in world.indices("train")}
+    for episode in reading_exercises(world, TOKENIZER, 50, seed=1):
+        for line in TOKENIZER.decode(episode.calls[0].action_ids)[8:-8].split("; "):
+            assert line.split(" ")[0] in allowed
+
+
+def test_exercises_want_a_terse_world():
+    with pytest.raises(ConfigError, match="terse"):
+        reading_exercises(World("default"), TOKENIZER, 1)
