@@ -82,7 +82,7 @@ def terse_world_tokenizer(tags: Tags | None = None) -> Qwen2Tokenizer:
     return pieces_tokenizer(pieces, tags)
 
 
-def learned_tokenizer(texts: Iterable[str], vocab_size: int = 4096, tags: Tags | None = None) -> Qwen2Tokenizer:
+def learned_tokenizer(texts: Iterable[str], vocab_size: int = 2048, tags: Tags | None = None) -> Qwen2Tokenizer:
     """Learn a byte-level BPE tokenizer; digits stay single, so numbers are copied digit by digit.
 
     Args:
