@@ -122,7 +122,7 @@ def build(
             probe=plan.probe,
             files={name: (staging / name).stat().st_size for name in _files(staging)},
             recall=recall,
-            versions=_versions(),
+            versions=versions(),
         )
         manifest.write(staging)
         del vectors
@@ -197,7 +197,8 @@ def _identity(corpus: Corpus, sampled: str, out: Path) -> CorpusIdentity:
     )
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Versions of what makes an index, for its manifest."""
     found = {"python": platform.python_version(), "numpy": np.__version__}
     for name in ("faiss-cpu", "faiss-gpu-cu12", "memopd"):
         try:

@@ -42,3 +42,7 @@ class NotEnoughMemoryError(RetrievalError):
 
 class NotEnoughDiskError(RetrievalError):
     """What is to be written would not fit on the disk, or did not."""
+
+
+class DownloadError(RetrievalError):
+    """A published file could not be fetched whole."""

@@ -8,10 +8,12 @@ clients are told to come back (429) instead of being dropped.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import html
 import json
 import logging
+import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -146,9 +148,15 @@ def create_app(
     )
     metrics.watch_queue(lambda: service.batcher.queued)
 
+    reloads: list[asyncio.Task[None]] = []
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        loading = asyncio.create_task(_first_load(service)) if service.retriever is None else None
+        loading = asyncio.create_task(_load_and_log(service)) if service.retriever is None else None
+        # Signals can be handled in the main thread only; elsewhere POST /reload remains.
+        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError, AttributeError):
+            loop = asyncio.get_running_loop()
+            loop.add_signal_handler(signal.SIGHUP, lambda: reloads.append(loop.create_task(_load_and_log(service))))
         yield
         if loading is not None:
             loading.cancel()
@@ -223,7 +231,7 @@ def create_app(
     return app
 
 
-async def _first_load(service: Service) -> None:
+async def _load_and_log(service: Service) -> None:
     try:
         await service.load()
     except MemOPDError as error:
