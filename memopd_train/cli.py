@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from memopd_agents.episode import Episode
+from memopd_agents.episode import Episode, read_episodes
 from memopd_env.env import MemOPDEnv
 from memopd_env.errors import ConfigError
 from memopd_env.retrieval.base import Passage
@@ -60,6 +60,7 @@ def sft(
     tasks: TaskFile = None,
     corpus: Corpus = None,
     demonstrations: Annotated[int, typer.Option(help="Tasks that the oracle plays.")] = 2000,
+    exercises: Annotated[int, typer.Option(help="Copying exercises from the corpus, mixed in; for new models.")] = 0,
     num_questions: Questions = 2,
     world: WorldName = "default",
     split: Split = None,
@@ -75,6 +76,7 @@ def sft(
     Example: memopd train sft --model new:small --tasks train.jsonl --corpus corpus.jsonl --out runs/sft --max_steps
         1000
     """
+    from memopd_train.demonstrations import sentence_exercises
     from memopd_train.loading import open_model
     from memopd_train.sft import train_sft
 
@@ -83,11 +85,14 @@ def sft(
     stage = _Stage(tasks, corpus, num_questions, world, split, choices)
     texts = stage.texts() if model.startswith("new:") else None
     policy, tokenizer = open_model(model, texts=texts, seed=options.seed)
-    shown = [] if episodes is not None else _played_by_the_oracle(stage, tokenizer, demonstrations)
+    shown: Path | list[Episode] = episodes or _played_by_the_oracle(stage, tokenizer, demonstrations)
+    if exercises:
+        played = list(read_episodes(shown)) if isinstance(shown, Path) else shown
+        shown = played + sentence_exercises(list(stage.passages()), tokenizer, exercises, seed=options.seed)
 
     def run() -> Path:
         with progress_line("sft") as show:
-            return train_sft(policy, tokenizer, episodes or shown, out, options, resume=resume, on_progress=show)
+            return train_sft(policy, tokenizer, shown, out, options, resume=resume, on_progress=show)
 
     folder = _until_interrupted(run)
     console.print(f"model: {escape(str(folder))}\nmetrics: {escape(str(out / 'metrics.jsonl'))}")
@@ -215,13 +220,14 @@ class _Stage:
     def _read_texts(self) -> Iterator[str]:
         for task in self.tasks:
             yield from task.questions
-        passages: Iterable[Passage] = ()
-        if self.corpus is None:
-            passages = World(WorldConfig.preset(self.world)).passages()
-        elif not self.corpus.startswith(("http://", "https://")):
-            passages = CorpusFile.open(self.corpus)
-        for passage in passages:
+        for passage in self.passages():
             yield f"{passage.title}\n{passage.text}"
+
+    def passages(self) -> Iterable[Passage]:
+        """What is searched, where it can be read: the built-in world or a file; nothing behind a URL."""
+        if self.corpus is None:
+            return World(WorldConfig.preset(self.world)).passages()
+        return () if self.corpus.startswith(("http://", "https://")) else CorpusFile.open(self.corpus)
 
 
 def _played_by_the_oracle(stage: _Stage, tokenizer: Any, count: int) -> list[Episode]:

@@ -5,11 +5,12 @@ A scripted agent plays in text. Its actions are encoded once and its prompts are
 sampled one.
 
 From-scratch models learn to copy before they can imitate. A reading exercise is a few passages in an information block
-followed by their facts in another order, one call each, and packs many copies from passage to memory into a row.
+followed by their facts, or by their sentences, in another order: many copies from passage to memory in one call.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from memopd_agents.episode import Call, Episode
 from memopd_agents.policy import PromptBuilder
 from memopd_env.env import MemOPDEnv
 from memopd_env.errors import ConfigError
+from memopd_env.retrieval.base import Passage
 from memopd_env.tasks.world import World
 
 
@@ -107,4 +109,31 @@ def reading_exercises(
         prompt = list(builder.encode(f"<information> {text}</information>"))
         action = list(builder.encode(f"<think> {memory}</think>"))
         episodes.append(Episode([Call(prompt, action)], 0.0, f"exercise-{number}"))
+    return episodes
+
+
+def sentence_exercises(
+    passages: Sequence[Passage], tokenizer: PreTrainedTokenizerBase, count: int, *, sentences: int = 3, seed: int = 0
+) -> list[Episode]:
+    """Make exercises from any corpus: a passage, then some of its sentences in another order, as a memory.
+
+    Args:
+        passages: The corpus, or a part of it.
+        tokenizer: Of the student.
+        count: Number of exercises, one call each.
+        sentences: Most sentences that are repeated.
+        seed: Another seed, other exercises.
+    """
+    if not passages:
+        raise ConfigError("exercises are made from passages, and there are none to read: give a corpus file")
+    rng = np.random.default_rng(seed)
+    builder = PromptBuilder(tokenizer)
+    episodes = []
+    for number, at in enumerate(rng.integers(len(passages), size=count)):
+        passage = passages[int(at)]
+        found = [sentence for sentence in re.split(r"(?<=[.!?])\s+", passage.text) if sentence]
+        chosen = " ".join(found[int(i)] for i in rng.permutation(len(found))[:sentences])
+        prompt = list(builder.encode(f"<information> {passage.title}: {passage.text}</information>"))
+        action = list(builder.encode(f"<think> {chosen}</think>"))
+        episodes.append(Episode([Call(prompt, action)], 0.0, f"sentences-{number}"))
     return episodes

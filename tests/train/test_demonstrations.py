@@ -4,10 +4,10 @@ from memopd_agents.policy import check_prompt
 from memopd_agents.scripted import OracleAgent, RandomAgent
 from memopd_env import MemOPDEnv
 from memopd_env.errors import ConfigError
-from memopd_env.retrieval import SparseRetriever
+from memopd_env.retrieval import Passage, SparseRetriever
 from memopd_env.tasks.world import World
 from memopd_train.alignpack import pack
-from memopd_train.demonstrations import demonstrate, reading_exercises
+from memopd_train.demonstrations import demonstrate, reading_exercises, sentence_exercises
 from memopd_train.smallmodel import terse_world_tokenizer
 
 TOKENIZER = terse_world_tokenizer()
@@ -68,3 +68,17 @@ def test_exercises_are_about_entities_of_their_split_only(world):
 def test_exercises_want_a_terse_world():
     with pytest.raises(ConfigError, match="terse"):
         reading_exercises(World("default"), TOKENIZER, 1)
+
+
+def test_a_sentence_exercise_repeats_sentences_of_its_passage():
+    passages = [Passage("0", "Zeno", "Zeno ran. Did he win? He lost! Then he slept."), Passage("1", "Dot", "")]
+    exercises = sentence_exercises(passages, TOKENIZER, 30, sentences=2, seed=1)
+    assert len(exercises) == 30
+    repeated = set()
+    for episode in exercises:
+        (call,) = episode.calls
+        passage = TOKENIZER.decode(call.prompt_ids)
+        memory = TOKENIZER.decode(call.action_ids).removeprefix("<think> ").removesuffix("</think>")
+        assert all(word in passage for word in memory.split())
+        repeated.add(memory)
+    assert "Then he slept. Did he win?" in repeated
