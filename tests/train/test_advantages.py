@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch import distributed as dist
-from torch import multiprocessing as mp
 
 from memopd_agents.episode import Call, Episode
 from memopd_train.advantages import AdvantageError, gae, terminal_rewards, whiten
@@ -120,16 +120,21 @@ def test_whitening_gives_zero_mean_and_unit_variance() -> None:
     assert whiten(torch.full((4,), 2.5)).tolist() == [0.0] * 4
 
 
-def whiten_on_rank(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    share = torch.arange(10.0) if rank == 0 else torch.zeros(0)  # rank 1 has no tokens and must not hang or count
-    torch.save(whiten(share), f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+# Rank 1 has no tokens: it must neither hang nor count.
+WHITEN_ON_RANK = """
+import sys, torch
+from torch import distributed as dist
+from memopd_train.advantages import whiten
+rank, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+torch.save(whiten(torch.arange(10.0) if rank == 0 else torch.zeros(0)), f"{folder}/{rank}.pt")
+dist.destroy_process_group()
+"""
 
 
+@pytest.mark.slow
 def test_whitening_covers_the_tokens_of_all_ranks(tmp_path: Path) -> None:
-    context = mp.start_processes(whiten_on_rank, args=(str(tmp_path),), nprocs=2, join=False, start_method="fork")
-    while not context.join(timeout=60):  # one rank at a time; raises what a rank raised
-        pass
+    ranks = [subprocess.Popen([sys.executable, "-c", WHITEN_ON_RANK, str(rank), str(tmp_path)]) for rank in range(2)]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
     shares = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     assert torch.equal(torch.cat(shares), whiten(torch.arange(10.0)))
