@@ -7,6 +7,7 @@ a few dozen. That is how an index of 1/20 the size keeps nearly all of the recal
 
 from __future__ import annotations
 
+import logging
 import os
 import struct
 import threading
@@ -29,6 +30,8 @@ LISTS = "index.ivfdata"
 
 def load_faiss() -> Any:
     """The faiss module; raises MissingExtraError with the install command."""
+    # It reports at level INFO each build of itself that it does not find.
+    logging.getLogger("faiss.loader").setLevel(logging.WARNING)
     try:
         import faiss
     except ImportError as error:

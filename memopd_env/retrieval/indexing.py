@@ -12,8 +12,8 @@ from memopd_env.retrieval.index import INDEX, LISTS, REFINE, load_faiss, write_c
 from memopd_env.retrieval.kinds import SCANNED, factory, lists_for
 
 _BLOCK = 65_536
-# FAISS' k-means looks at no more than this many vectors per centroid.
-_TRAIN_PER_LIST = 256
+# More than this many vectors per centroid make training longer and lists hardly better.
+_TRAIN_PER_LIST = 64
 
 
 def write_vectors(

@@ -46,8 +46,8 @@ def check_count(kind: str, count: int) -> None:
 
 
 def lists_for(count: int) -> int:
-    """Number of inverted lists: about 4·sqrt(n), a power of two, never so many that training starves."""
-    wanted = 2 ** round(math.log2(max(1.0, 4 * math.sqrt(max(count, 1)))))
+    """Number of inverted lists: about 2·sqrt(n), a power of two, never so many that training starves."""
+    wanted = 2 ** round(math.log2(max(1.0, 2 * math.sqrt(max(count, 1)))))
     return max(1, min(wanted, count // TRAIN_PER_LIST))
 
 
@@ -113,13 +113,13 @@ def estimate(kind: str, dim: int, count: int) -> Estimate:
     disk = proper + refine_bytes(kind, dim, count) + 8 * count
     staged = count * dim * (4 if kind == "flat" else 2)
     base = 300_000_000
-    train = min(count, 256 * lists_for(count)) * dim * 4 if kind in ("ivf", "ivfpq") else 0
+    train = min(count, 64 * lists_for(count)) * dim * 4 if kind in ("ivf", "ivfpq") else 0
     held = proper if kind in ("ivfpq", "hnsw") else 0
     # One core: k-means and list assignment about 20 GFLOP/s, an HNSW insertion about dim microseconds.
     lists = lists_for(count)
     seconds = count * dim * 8 / 400e6
     if kind in ("ivf", "ivfpq"):
-        seconds += 2 * dim * lists * (count + 10 * min(count, 256 * lists)) / 20e9
+        seconds += 2 * dim * lists * (count + 10 * min(count, 64 * lists)) / 20e9
     if kind == "ivfpq":
         seconds += count * dim * 256 * 2 / 10e9
     if kind == "hnsw":
