@@ -23,6 +23,8 @@ KINDS = ("flat", "flat-fp16", "sq8", "ivf", "ivfpq", "hnsw")
 HNSW_LINKS = 32
 TRAIN_PER_LIST = 39
 MIN_PQ = 256
+# The code sizes that FAISS searches on a GPU.
+_GPU_CODES = frozenset({1, 2, 3, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 96})
 
 # Kinds of which a search reads every byte: paging them from disk answers, but in minutes.
 SCANNED = ("flat", "flat-fp16", "sq8")
@@ -52,8 +54,10 @@ def lists_for(count: int) -> int:
 
 
 def code_bytes(dim: int) -> int:
-    """Bytes of a product-quantisation code: the largest divisor of dim that is at most dim/6."""
-    return max(size for size in range(1, max(1, dim // 6) + 1) if dim % size == 0)
+    """Bytes of a product-quantisation code: a divisor of dim up to dim/6, if possible one for GPUs."""
+    sizes = [size for size in range(1, max(1, dim // 6) + 1) if dim % size == 0]
+    on_gpu = [size for size in sizes if size in _GPU_CODES and size >= dim / 12]
+    return max(on_gpu or sizes)
 
 
 def factory(kind: str, dim: int, count: int) -> str:
