@@ -115,7 +115,8 @@ def estimate(kind: str, dim: int, count: int) -> Estimate:
     """What an index of ``count`` vectors of ``dim`` numbers will cost; arithmetic only, nothing is touched."""
     proper = index_bytes(kind, dim, count)
     disk = proper + refine_bytes(kind, dim, count) + 8 * count
-    staged = count * dim * (4 if kind == "flat" else 2)
+    # The encoded vectors, and for ivf the lists of each block before they are merged.
+    staged = count * dim * (4 if kind == "flat" else 2) + (proper if kind == "ivf" else 0)
     base = 300_000_000
     train = min(count, 64 * lists_for(count)) * dim * 4 if kind in ("ivf", "ivfpq") else 0
     held = proper if kind in ("ivfpq", "hnsw") else 0
