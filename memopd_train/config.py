@@ -229,6 +229,8 @@ class MemOPDConfig(_BaseConfig):
             self.share_prefix,
             "false with attention varlen, which cannot express a tree",
         )
+        if self.ddp_find_unused_parameters is None:
+            self.ddp_find_unused_parameters = False  # the head is used after the forward pass, which DDP would misread
         self.max_steps = self.iterations * self.steps_per_iteration
         super().__post_init__()
 

@@ -149,6 +149,12 @@ def lay_out(
     )
 
 
+def nothing_to_learn(device: torch.device) -> Pack:
+    """A pack without sampled tokens: its loss is a zero that can be differentiated."""
+    one, none = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(0, dtype=torch.int64, device=device)
+    return Pack(one, one, one + 1, none, none, none, none)
+
+
 def _max_tokens(episodes: Sequence[Episode], args: MemOPDConfig, device: torch.device) -> int:
     if args.max_pack_tokens:
         return args.max_pack_tokens

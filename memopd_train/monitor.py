@@ -19,6 +19,17 @@ from memopd_train.config import MemOPDConfig
 
 logger = logging.getLogger(__name__)
 
+COUNTS = (
+    "episodes",
+    "eval_episodes",
+    "excluded",
+    "packs",
+    "unique_tokens",
+    "raw_tokens",
+    "tokens_per_second_play",
+    "tokens_per_second_learn",
+)
+"""Metrics that add up over ranks; of all others the mean over ranks is logged."""
 MAXIMA = ("ratio_max",)
 """Metrics of which the largest counts; of all others the mean."""
 

@@ -29,6 +29,7 @@ from memopd_train.config import MemOPDConfig
 from memopd_train.errors import CheckpointError
 from memopd_train.experience import Experience
 from memopd_train.models import ActorCritic
+from memopd_train.monitor import COUNTS
 from memopd_train.progress import MetricsLog, Progress, ProgressCallback
 
 ACTOR, CRITIC = "actor.", "critic."
@@ -91,7 +92,7 @@ class Run(AtomicCheckpoints, _BaseTrainer):
         """True once the run was asked to stop, by a signal, by a callback or by its time budget."""
         over = self.args.max_seconds > 0 and self.seconds() >= self.args.max_seconds
         stopped = self.control.should_training_stop and self.state.global_step < self.state.max_steps
-        return bool(self.interrupt) or over or stopped
+        return self.any_rank(bool(self.interrupt) or over or stopped)
 
     def report(self, stage: str, metrics: Mapping[str, float], names: Sequence[str] = ()) -> None:
         """Tell the progress callback where the run is, with some of the metrics."""
@@ -101,7 +102,7 @@ class Run(AtomicCheckpoints, _BaseTrainer):
 
     def write_line(self, line: dict[str, float]) -> None:
         """Append a line to ``metrics.jsonl`` and hand it to the reporting integrations."""
-        if self._metrics_log is not None and self.is_world_process_zero():
+        if self._metrics_log is not None:
             self._metrics_log.write(line)
         self.log(dict(line))
 
@@ -125,13 +126,23 @@ class Run(AtomicCheckpoints, _BaseTrainer):
         mine = drawn[self.args.process_index :: self.args.world_size]
         return [index for index in mine for _ in range(self.args.rollouts_per_task)]
 
+    def any_rank(self, holds: bool) -> bool:
+        """True on every rank if it is on one; every rank must ask."""
+        if self.args.world_size == 1:
+            return holds
+        count: Any = self.accelerator.reduce(torch.tensor(float(holds), device=self.args.device), "sum")
+        return bool(count > 0)
+
     def over_ranks(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The mean of each metric over all ranks; every rank must have the same ones."""
+        """Each metric over all ranks: a sum if it counts things, else the mean. Every rank must have the same ones."""
         if self.args.world_size == 1:
             return dict(metrics)
         values = torch.tensor(list(metrics.values()), dtype=torch.float64, device=self.args.device)
         means: Any = self.accelerator.reduce(values, "mean")
-        return dict(zip(metrics, means.tolist(), strict=True))
+        return {
+            name: mean * (self.args.world_size if name in COUNTS else 1)
+            for name, mean in zip(metrics, means.tolist(), strict=True)
+        }
 
     # Beginning and resuming
 
@@ -158,7 +169,8 @@ class Run(AtomicCheckpoints, _BaseTrainer):
         self.state.compute_steps(args, args.max_steps)
         self.state.init_training_references(self, args.max_steps, args.iterations, None)
         self._prepare_for_training(args.max_steps, None, None if checkpoint is None else str(checkpoint))
-        self._metrics_log = MetricsLog(self.out / "metrics.jsonl", self.state.global_step if checkpoint else None)
+        if self.is_world_process_zero():
+            self._metrics_log = MetricsLog(self.out / "metrics.jsonl", self.state.global_step if checkpoint else None)
         self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
         if checkpoint is None:
             return None

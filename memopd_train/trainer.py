@@ -59,7 +59,7 @@ from memopd_train.alignpack import Pack
 from memopd_train.checkpoint import checkpoint_to_resume, stop_on_signal
 from memopd_train.config import MemOPDConfig, check_parts
 from memopd_train.errors import EpisodeError, TrainingInterrupted
-from memopd_train.experience import Experience, Layout, gather, lay_out
+from memopd_train.experience import Experience, Layout, gather, lay_out, nothing_to_learn
 from memopd_train.loading import load_model
 from memopd_train.losses import LossOptions, ppo_opd_loss, value_loss
 from memopd_train.models import ActorCritic, Critic, freeze, project, valid_vocabulary
@@ -71,7 +71,7 @@ from memopd_train.weights import sync_engine
 logger = logging.getLogger(__name__)
 
 EnvFactory = Callable[[Sequence[Task]], gym.Env[Any, Any]]
-"""Makes an environment that plays the given tasks; all environments of a run should share one retriever."""
+"""Makes an environment for some tasks; all environments of a run should share one retriever."""
 
 
 _SUMMED = (
@@ -89,7 +89,7 @@ _SUMMED = (
 
 
 class _Stop(Exception):
-    """Leaves a rollout when the run is asked to stop."""
+    """The run is asked to stop in the middle of a rollout."""
 
 
 class MemOPDTrainer(Run):
@@ -188,7 +188,7 @@ class MemOPDTrainer(Run):
         Args:
             resume_from_checkpoint: True continues the run in ``output_dir`` if it was begun; a path continues that
                 checkpoint; otherwise ``output_dir`` must hold no run.
-            *args: The base class's further arguments; not taken.
+            *args: Further arguments of the base class; not taken.
             **kwargs: The same.
 
         Raises:
@@ -219,7 +219,7 @@ class MemOPDTrainer(Run):
             finally:
                 self.finish()
             self._save_checkpoint(self.actor_critic)
-            if self.interrupt:
+            if self.any_rank(bool(self.interrupt)):
                 raise TrainingInterrupted(
                     f"stopped in iteration {self.iteration + 1} of {self.args.iterations}; the state is in {self.out}. "
                     "Run the same command again with --resume to continue"
@@ -360,6 +360,7 @@ class MemOPDTrainer(Run):
         logprobs, old = [], []
         wrapped: Any = self.model_wrapped
         wrapped.train()
+        packs = packs or [nothing_to_learn(args.device)]  # a rank without work still takes part in the common step
         for number, p in enumerate(packs):
             at = p.flat_index
             with self._gradient_sync(number == len(packs) - 1):
@@ -373,6 +374,8 @@ class MemOPDTrainer(Run):
                 )
                 loss = args.value_coef * critic_loss
                 found: dict[str, Tensor] = {"value_loss": critic_loss.detach(), "value_clip_fraction": value_clipped}
+                if only_critic and args.world_size > 1:
+                    loss = loss + 0.0 * sum(weight.sum() for weight in whole.actor_parameters())  # DDP waits for all
                 if not only_critic:
                     policy_loss, metrics = ppo_opd_loss(
                         project(whole.actor, hidden),
@@ -395,10 +398,6 @@ class MemOPDTrainer(Run):
                 self.accelerator.backward(loss)
             for name, value in found.items():
                 totals[name] = totals.get(name, torch.zeros_like(value)) + value
-        if not packs:  # nothing to learn on this rank: it still takes part in the ranks' common step
-            self.accelerator.backward(
-                sum((p.sum() for p in whole.parameters() if p.requires_grad), torch.tensor(0.0)) * 0
-            )
         norms = self._step()
         return {
             **{name: float(value) for name, value in totals.items()},
@@ -459,7 +458,7 @@ class MemOPDTrainer(Run):
         def on_episode(episode: Episode, done: int, wanted: int) -> None:
             rewards.append(episode.reward)
             self.report(stage, {"reward": sum(rewards) / len(rewards), "done": done / wanted}, ("reward", "done"))
-            if self.interrupt:
+            if self.interrupt and self.args.world_size == 1:  # ranks stop together, between two steps
                 raise _Stop
 
         self.actor.eval()
