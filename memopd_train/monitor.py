@@ -2,6 +2,31 @@
 
 Small students collapse in three known ways: entropy goes to zero, the policy runs away from the one that played, or it
 stops writing valid actions. Each has an alarm, logged as a warning when it starts, not at every step.
+
+A line of ``metrics.jsonl`` (one per iteration; what no function below describes):
+
+==============================  ========================================================================================
+``step``, ``iteration``         optimiser steps and iterations done
+``policy_loss``, ``value_loss`` clipped PPO term; half the squared error of the critic
+``opd``, ``opd_coef``           divergence from the teacher before its coefficient; the coefficient
+``entropy``, ``ref_kl``         nats per sampled token; KL(student || reference)
+``approx_kl``, ``ratio_max``,   how far the updates moved the policy from the one that played: k3 estimate, largest and
+``ratio_p99``                   99 % quantile of the ratio
+``clip_fraction``,              share of tokens whose gradient was clipped; whose ratio is outside the clip range; whose
+``outside_fraction``,           value was clipped
+``value_clip_fraction``
+``importance``,                 mean correction for engine and trainer disagreeing; share of tokens at its cap
+``importance_capped``
+``grad_norm``,                  norms before clipping; share of steps skipped because the gradient was not finite
+``critic_grad_norm``,
+``skipped``
+``excluded``                    episodes left out because the retriever failed
+``seconds_play``, ``_prepare``, wall-clock seconds per stage; ``seconds`` is that of the whole run, all sessions
+``_learn``, ``_evaluate``
+``tokens_per_second_play``,     sampled tokens; unique tokens through the updates
+``tokens_per_second_learn``
+``eval_...``                    the episode metrics on held-out tasks
+==============================  ========================================================================================
 """
 
 from __future__ import annotations
