@@ -6,8 +6,8 @@ since changed (`Experience.exact_state`), so that what was played is used to the
 
 Files of a checkpoint: the student as any transformers model with its tokenizer; ``critic.safetensors``;
 ``optimizer.pt``, ``scheduler.pt``, ``rng_state.pth`` and ``trainer_state.json`` as transformers writes them;
-``training_args.json``; ``memopd.json`` (where the run stands, which tasks it has); and in the middle of an iteration, for each rank,
-``episodes-R.jsonl`` and ``experience-R.safetensors``.
+``training_args.json``; ``memopd.json`` (where the run stands, which tasks it has); and in the middle of an iteration,
+for each rank, ``episodes-R.jsonl`` and ``experience-R.safetensors``.
 """
 
 from __future__ import annotations
