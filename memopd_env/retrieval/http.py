@@ -61,7 +61,7 @@ class HTTPRetriever:
         cached_queries: int = 10_000,
         max_batch: int = 64,
         connections: int = 4,
-        max_query: int = 20_000,
+        max_query: int = 8_000,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         addresses = [base_urls] if isinstance(base_urls, str) else list(base_urls)
@@ -70,7 +70,7 @@ class HTTPRetriever:
         self._urls = [address.rstrip("/").removesuffix("/retrieve") + "/retrieve" for address in addresses]
         self._preferred = 0
         self._deadline = deadline
-        self._max_query = max_query
+        self._max_query, self._max_batch = max_query, max_batch
         headers = {"content-type": "application/json"}
         if token is not None:
             headers["authorization"] = f"Bearer {token}"
@@ -109,7 +109,11 @@ class HTTPRetriever:
                 self._cache.move_to_end((query, k))
         new = list(dict.fromkeys(query for query in sent if query not in known))
         if new:
-            found = dict(zip(new, self._batcher.search(new, k), strict=True))
+            # In pieces that keep a server's limits, sent over all connections at once.
+            pieces = [new[start : start + self._max_batch] for start in range(0, len(new), self._max_batch)]
+            pending = [self._batcher.submit(piece, k) for piece in pieces]
+            answers = [passages for future in pending for passages in future.result()]
+            found = dict(zip(new, answers, strict=True))
             known.update(found)
             with self._lock:
                 self._cache.update(((query, k), passages) for query, passages in found.items())

@@ -69,12 +69,14 @@ def _write_lists(index: Any, blocks: Iterator[np.ndarray], folder: Path) -> None
 
     empty = faiss.serialize_index(index)
     parts: list[Path] = []
+    row = 0
     for number, vectors in enumerate(blocks):
         part = faiss.deserialize_index(empty)
-        part.add(vectors)
+        part.add_with_ids(vectors, np.arange(row, row + len(vectors)))
+        row += len(vectors)
         parts.append(folder / f"part-{number}.faiss")
         faiss.write_index(part, str(parts[-1]))
-    merge_ondisk(index, [str(part) for part in parts], str(folder / LISTS), shift_ids=True)
+    merge_ondisk(index, [str(part) for part in parts], str(folder / LISTS))
     faiss.write_index(index, str(folder / INDEX))
     for part in parts:
         part.unlink()

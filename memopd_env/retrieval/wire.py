@@ -31,7 +31,7 @@ class Limits:
         default_topk: Where a request names none.
     """
 
-    max_body: int = 4_000_000
+    max_body: int = 8_000_000
     max_queries: int = 512
     max_query: int = 100_000
     max_topk: int = 100

@@ -66,6 +66,8 @@ def test_an_ivf_index_put_together_on_disk_equals_one_built_in_memory(tmp_path, 
     (tmp_path / "disk").rename(tmp_path / "moved")
     found = [read_index(tmp_path / name / "index.faiss").search(vectors[:50], 5) for name in ("moved", "memory")]
     assert np.allclose(found[0][0], found[1][0])
+    assert np.array_equal(found[0][1], found[1][1])
+    assert found[0][1].max() > 500
     assert sorted(os.listdir(tmp_path / "moved")) == ["index.faiss", "index.ivfdata"]
 
 

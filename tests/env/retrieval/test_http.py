@@ -179,10 +179,23 @@ def test_the_next_address_is_tried_at_once_and_kept():
 
 def test_failures_are_never_cached():
     transport, played = answering(httpx.Response(200, content=b"junk"), good)
-    with HTTPRetriever("http://server", transport=transport) as client, pytest.raises(BadReplyError):
-        client.search(["a"], 1)
+    with HTTPRetriever("http://server", transport=transport) as client:
+        with pytest.raises(BadReplyError):
+            client.search(["a"], 1)
         assert client.search(["a"], 1) == [[]]
     assert len(played) == 2
+
+
+def test_thousands_of_queries_go_out_in_pieces_that_a_server_takes(serve, sparse):
+    queries = [f"\U0001f600 france {number} " + "東" * 500 for number in range(1500)]
+    with serve(create_app(sparse)) as url, HTTPRetriever(url, max_batch=100) as client:
+        assert [found[0].title for found in client.search(queries, 1)] == ["Paris"] * 1500
+
+
+def test_a_full_batch_of_the_longest_queries_keeps_the_servers_limit(serve, sparse):
+    queries = [f"france {number} " + "\U0001f600" * 20_000 for number in range(64)]
+    with serve(create_app(sparse)) as url, HTTPRetriever(url) as client:
+        assert [found[0].title for found in client.search(queries, 1)] == ["Paris"] * 64
 
 
 def test_a_query_of_megabytes_is_cut_before_it_is_sent(serve, sparse):

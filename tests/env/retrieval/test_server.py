@@ -59,7 +59,7 @@ def test_topk_defaults_and_no_queries_give_no_lists(url):
         (b'{"queries": 3}', 422, "list of strings"),
         (json.dumps({"queries": ["q"] * 10_000}).encode(), 422, "10,000 queries in one request"),
         (json.dumps({"queries": ["q" * 200_000]}).encode(), 422, "200,000 characters"),
-        (json.dumps({"queries": ["q" * 10_000_000]}).encode(), 413, "exceeds 4,000,000 bytes"),
+        (json.dumps({"queries": ["q" * 10_000_000]}).encode(), 413, "exceeds 8,000,000 bytes"),
         (b'{"queries": ["q"], "topk": 1000}', 422, "1 to 100"),
     ],
 )
