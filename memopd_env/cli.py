@@ -70,6 +70,11 @@ def _run(entry: EntryPoint, arguments: list[str]) -> int:
 
     try:
         loaded: Any = entry.load()
+        if not isinstance(loaded, typer.Typer):
+            app = typer.Typer(add_completion=False)
+            app.command()(loaded)
+            loaded = app
+        typer.main.get_command(loaded).main(args=arguments, prog_name=f"memopd {entry.name}")
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing.startswith("memopd_"):
@@ -77,12 +82,6 @@ def _run(entry: EntryPoint, arguments: list[str]) -> int:
         if missing not in EXTRAS:
             raise
         return _fail(f"memopd {entry.name} needs {missing}: pip install 'memopd[{EXTRAS[missing]}]'")
-    if not isinstance(loaded, typer.Typer):
-        app = typer.Typer(add_completion=False)
-        app.command()(loaded)
-        loaded = app
-    try:
-        typer.main.get_command(loaded).main(args=arguments, prog_name=f"memopd {entry.name}")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     return 0

@@ -141,8 +141,9 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _task_of_row(place: str, row: dict[str, Any]) -> Task:
     read = _field_schema if "reward_model" in row or "prompt" in row else _json_schema
+    fields = read(place, row)
     try:
-        return Task(**read(place, row))
+        return Task(**fields)
     except TaskError as error:
         raise TaskError(f"{place}: {error}") from None
 

@@ -70,6 +70,13 @@ def test_a_missing_extra_says_what_to_install(entry, capsys, monkeypatch):
     assert "needs no_such_module: pip install 'memopd[train]'" in capsys.readouterr().err
 
 
+def test_a_missing_extra_that_is_noticed_late_is_named_too(entry, capsys, monkeypatch):
+    monkeypatch.setitem(cli.EXTRAS, "no_such_module", "train")
+    entry("def run() -> None:\n    import no_such_module\n")
+    assert cli.main(["extra"]) == 2
+    assert "needs no_such_module: pip install 'memopd[train]'" in capsys.readouterr().err
+
+
 def test_a_command_of_ours_that_is_not_installed_says_so(entry, capsys):
     entry("import memopd_env.not_there\n")
     assert cli.main(["extra"]) == 2
