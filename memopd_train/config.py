@@ -126,11 +126,11 @@ class MemOPDConfig(_BaseConfig):
     mini_batch_episodes: int = _option(64, "Episodes per optimiser step, over all ranks.")
     max_pack_tokens: int = _option(
         0,
-        "Most unique tokens in one forward pass; a longer call is an error. 0 is 8192 on a GPU; on a CPU 1024, or more "
+        "Most unique tokens in one forward pass; a longer call is an error. 0 is 8192 on a GPU; on a CPU 512, or more "
         "where a call is longer.",
     )
     attention: Literal["auto", "sdpa", "flex", "varlen"] = _option(
-        "auto", "Attention over packs; auto is flex on a GPU and sdpa on a CPU. varlen needs share_prefix false."
+        "auto", "Attention over packs; auto is flex on a GPU and varlen on a CPU. All of them work with any layout."
     )
     share_prefix: bool = _option(True, "Compute what calls have in common once.")
     gamma: float = _option(1.0, "Discount per sampled token.")
@@ -222,12 +222,6 @@ class MemOPDConfig(_BaseConfig):
             "gradient_accumulation_steps",
             self.gradient_accumulation_steps,
             "1: gradients are accumulated over the packs of a mini-batch anyway; set mini_batch_episodes",
-        )
-        _require(
-            self.attention != "varlen" or not self.share_prefix,
-            "share_prefix",
-            self.share_prefix,
-            "false with attention varlen, which cannot express a tree",
         )
         if self.ddp_find_unused_parameters is None:
             self.ddp_find_unused_parameters = False  # the head is used after the forward pass, which DDP would misread

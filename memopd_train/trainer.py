@@ -159,7 +159,7 @@ class MemOPDTrainer(Run):
         elif isinstance(critic, PreTrainedModel):
             critic = Critic.on(critic.get_decoder())
         on_gpu = args.device.type == "cuda"
-        backend = args.attention if args.attention != "auto" else "flex" if on_gpu else "sdpa"
+        backend = args.attention if args.attention != "auto" else "flex" if on_gpu else "varlen"
         super().__init__(
             model=ActorCritic(actor, critic, backend),
             args=args,

@@ -153,6 +153,7 @@ def test_two_teachers_make_two_students(colours, tmp_path):
     [
         {"share_prefix": False},
         {"max_pack_tokens": 48},
+        {"attention": "sdpa"},
         {"share_prefix": False, "attention": "varlen"},
         {"max_active": 3},
     ],
