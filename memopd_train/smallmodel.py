@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
@@ -105,11 +105,13 @@ def learned_tokenizer(texts: Iterable[str], vocab_size: int = 2048, tags: Tags |
 
 def _finish(vocabulary: dict[str, int], merges: list[tuple[str, str]], tags: Tags | None) -> Qwen2Tokenizer:
     tags = tags or Tags()
-    tokenizer = Qwen2Tokenizer(
-        vocabulary, merges, unk_token=None, pad_token=PAD, eos_token=END, additional_special_tokens=[START]
-    )
-    marks = [f"<{slash}{name}>" for name in tags.names for slash in ("", "/")]
-    tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in marks])
+    pairs: Any = merges  # its annotation says strings, its code takes pairs
+    specials: Any = {"unk_token": None, "pad_token": PAD, "eos_token": END, "additional_special_tokens": [START]}
+    tokenizer = Qwen2Tokenizer(vocabulary, pairs, **specials)
+    marks: list[str | AddedToken] = [
+        AddedToken(f"<{slash}{name}>", normalized=False) for name in tags.names for slash in ("", "/")
+    ]
+    tokenizer.add_tokens(marks)
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
@@ -155,13 +157,13 @@ def new_model(tokenizer: PreTrainedTokenizerBase, shape: ModelShape | None = Non
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        attn_implementation="sdpa",
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config).float()
         # A token's own identity must not drown in what the first layer adds, or matching it later is hard to learn.
-        torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.5)
+        embeddings: Any = model.get_input_embeddings()
+        torch.nn.init.normal_(embeddings.weight, std=0.5)
         _look_back(model, heads=max(1, shape.heads // 2))
         return model
 
@@ -174,7 +176,8 @@ def _look_back(model: Qwen2ForCausalLM, heads: int, sharpness: float = 6.4, plan
     ``cos((m - n) * frequency + phase)``; a phase of ``-frequency`` in the fastest planes puts its peak at
     ``m - n = 1``.
     """
-    config, attention = model.config, model.model.layers[0].self_attn
+    config: Any = model.config
+    attention: Any = model.model.layers[0].self_attn
     size = config.hidden_size // config.num_attention_heads
     base = config.rope_parameters["rope_theta"]
     with torch.no_grad():
