@@ -108,7 +108,7 @@ def _finish(vocabulary: dict[str, int], merges: list[tuple[str, str]], tags: Tag
     pairs: Any = merges  # its annotation says strings, its code takes pairs
     specials: Any = {"unk_token": None, "pad_token": PAD, "eos_token": END, "additional_special_tokens": [START]}
     tokenizer = Qwen2Tokenizer(vocabulary, pairs, **specials)
-    marks: list[str | AddedToken] = [
+    marks: Any = [
         AddedToken(f"<{slash}{name}>", normalized=False) for name in tags.names for slash in ("", "/")
     ]
     tokenizer.add_tokens(marks)
@@ -144,7 +144,7 @@ def new_model(tokenizer: PreTrainedTokenizerBase, shape: ModelShape | None = Non
     shape = shape or ModelShape()
     if shape.width % shape.heads:
         raise ConfigError(f"width {shape.width} is not divisible by {shape.heads} heads")
-    config = Qwen2Config(
+    options: dict[str, Any] = dict(
         vocab_size=len(tokenizer),
         hidden_size=shape.width,
         intermediate_size=3 * shape.width,
@@ -160,7 +160,7 @@ def new_model(tokenizer: PreTrainedTokenizerBase, shape: ModelShape | None = Non
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(config).float()
+        model = Qwen2ForCausalLM(Qwen2Config(**options)).float()
         # A token's own identity must not drown in what the first layer adds, or matching it later is hard to learn.
         embeddings: Any = model.get_input_embeddings()
         torch.nn.init.normal_(embeddings.weight, std=0.5)
