@@ -108,9 +108,7 @@ def _finish(vocabulary: dict[str, int], merges: list[tuple[str, str]], tags: Tag
     pairs: Any = merges  # its annotation says strings, its code takes pairs
     specials: Any = {"unk_token": None, "pad_token": PAD, "eos_token": END, "additional_special_tokens": [START]}
     tokenizer = Qwen2Tokenizer(vocabulary, pairs, **specials)
-    marks: Any = [
-        AddedToken(f"<{slash}{name}>", normalized=False) for name in tags.names for slash in ("", "/")
-    ]
+    marks: Any = [AddedToken(f"<{slash}{name}>", normalized=False) for name in tags.names for slash in ("", "/")]
     tokenizer.add_tokens(marks)
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer

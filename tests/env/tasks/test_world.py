@@ -44,7 +44,9 @@ def test_another_seed_is_another_world():
 
 
 def test_a_passage_can_be_made_alone(world):
-    assert [world.passage(i) for i in (0, 17, 3999)] == [p for i, p in enumerate(world.passages()) if i in (0, 17, 3999)]
+    assert [world.passage(i) for i in (0, 17, 3999)] == [
+        p for i, p in enumerate(world.passages()) if i in (0, 17, 3999)
+    ]
 
 
 def test_titles_are_unique(world):
@@ -129,9 +131,8 @@ def test_the_answer_stands_in_the_passage_of_the_last_entity(world):
 def test_two_hop_questions_name_the_first_entity_only():
     world = World("default")
     tasks = world.tasks(2, "test", 200, two_hop=1.0)
-    pairs = [
-        (q, titles) for task in tasks for q, titles in zip(task.questions, task.entities, strict=True) if len(titles) == 2
-    ]
+    asked = [pair for task in tasks for pair in zip(task.questions, task.entities, strict=True)]
+    pairs = [(question, titles) for question, titles in asked if len(titles) == 2]
     assert len(pairs) > 100
     for question, (first, bridge) in pairs:
         assert first in question
