@@ -2,13 +2,14 @@
 # Both make .venv and install everything pinned if it is not there.
 PYTHON ?= python3
 VENV := .venv
+OUT ?= runs/quickstart
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .PHONY: quickstart test lint docs clean
 
 quickstart: $(STAMP)
-	$(BIN)/memopd quickstart --out runs/quickstart $(if $(SEED),--seed $(SEED))
+	$(BIN)/memopd quickstart --out $(OUT) $(if $(SEED),--seed $(SEED))
 
 test: $(STAMP)
 	CI=true HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(ARGS)
@@ -24,11 +25,12 @@ docs: $(STAMP)
 
 # torch comes first and alone: then nothing pulls in a CUDA build on a machine without a GPU.
 $(STAMP): pyproject.toml requirements.lock
+	@echo 'installing into $(VENV): two to five minutes, once'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
-	$(BIN)/pip install torch==2.13.0
-	$(BIN)/pip install -r requirements.lock
-	$(BIN)/pip install --no-deps -e .
+	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet -r requirements.lock
+	$(BIN)/pip install --quiet --no-deps -e .
 	touch $(STAMP)
 
 clean:

@@ -56,8 +56,8 @@ def test_titles_are_unique(world):
 
 def test_names_are_unique_across_generations_of_a_large_world():
     world = World(WorldConfig(passages=1_000_000))
-    near = range(0, 200_000)
-    assert len({world.name(i) for i in (*near, *range(800_000, 1_000_000))}) == 400_000
+    numbers = [*range(0, 30_000), *range(480_000, 510_000), *range(970_000, 1_000_000)]
+    assert len({world.name(i) for i in numbers}) == 90_000
 
 
 def test_writing_a_corpus_streams_what_passages_gives(tmp_path):
