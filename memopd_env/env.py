@@ -99,8 +99,8 @@ class MemOPDEnv(gym.Env[dict[str, Any], str]):
         num_questions: N of the built-in tasks; fixed by the environment id.
         tasks: A list of Task, the path of a task file (JSONL or parquet), or None for the built-in world.
         split: Only tasks of this split; None plays ``train`` of the built-in world, or every task given.
-        retriever: A Retriever, the URL of a retrieval server, the path of a corpus (``.jsonl``), or None for the index
-            of the built-in world.
+        retriever: A Retriever, the URL of a retrieval server, the path of a corpus (``.jsonl``) or of an index
+            folder, or None for word search in the built-in world.
         memory: ``consolidate``, ``full``, ``window:K``, ``summary``, ``budget:T``, or a policy object.
         max_turns: Turns of an episode; by default 6 for up to 4 questions, else 20.
         top_k: Passages per search.

@@ -65,6 +65,10 @@ def resolve_retriever(
         return HTTPRetriever(retriever)
     if isinstance(retriever, (str, Path)):
         path = Path(retriever)
+        if (path / "manifest.json").is_file():
+            from memopd_env.retrieval import DenseRetriever
+
+            return DenseRetriever.open(path)
         return _corpus_retriever(path, path.stat().st_mtime_ns if path.exists() else 0)
     if not callable(getattr(retriever, "search", None)):
         raise ConfigError(f"retriever is {retriever!r}, which has no search(queries, k) method")

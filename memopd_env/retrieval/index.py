@@ -43,8 +43,8 @@ def load_faiss() -> Any:
             import faiss
     except ImportError as error:
         raise MissingExtraError("faiss-cpu", "retrieval") from error
-    # Newer versions compare queries x dim with this number, which starts at 128,000: a batch of 64 would be scanned query
-    # by query, where a matrix product is faster from two or three queries on (3x at 8, 10x at 64).
+    # Newer versions compare queries x dim with this number, which starts at 128,000: a batch of 64 would be scanned
+    # query by query, where a matrix product is faster from two or three queries on (3x at 8, 10x at 64).
     if faiss.cvar.distance_compute_blas_threshold > _BLAS_FROM:
         faiss.cvar.distance_compute_blas_threshold = _BLAS_FROM
     return faiss
