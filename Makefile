@@ -5,22 +5,22 @@ VENV := .venv
 OUT ?= runs/quickstart
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TESTS := $(VENV)/.installed-tests
 
 .PHONY: quickstart test lint docs clean
 
 quickstart: $(STAMP)
 	$(BIN)/memopd quickstart --out $(OUT) $(if $(SEED),--seed $(SEED))
 
-test: $(STAMP)
+test: $(TESTS)
 	CI=true HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(ARGS)
 
-lint: $(STAMP)
+lint: $(TESTS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-docs: $(STAMP)
-	$(BIN)/pip install --quiet -e '.[docs]'
+docs: $(TESTS)
 	$(BIN)/mkdocs build --strict
 
 # torch comes first and alone: then nothing pulls in a CUDA build on a machine without a GPU.
@@ -32,6 +32,11 @@ $(STAMP): pyproject.toml requirements.lock
 	$(BIN)/pip install --quiet -r requirements.lock
 	$(BIN)/pip install --quiet --no-deps -e .
 	touch $(STAMP)
+
+# What only tests, docs and the plug-in examples need; the pins agree with requirements.lock.
+$(TESTS): $(STAMP) requirements-test.lock
+	$(BIN)/pip install --quiet -r requirements-test.lock
+	touch $(TESTS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info
