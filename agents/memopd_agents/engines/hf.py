@@ -28,6 +28,21 @@ from memopd_env.errors import ConfigError
 # A lone new request waits at most this many decoding steps for company, since a prefill costs as much as a step.
 _MAX_WAIT_STEPS = 4
 _OUTPUT_CHUNK = 64
+# Prompts of different lengths share a prefill as long as this many tokens of padding cost less than another pass.
+_MAX_PADDING = 512
+_ROW = np.dtype(
+    [
+        ("stored", np.int64),  # tokens whose keys are in the cache
+        ("newest", np.int64),  # the token that is fed next
+        ("count", np.int64),  # tokens sampled
+        ("limit", np.int64),  # most tokens to sample
+        ("seed", np.uint64),
+        ("top_k", np.int64),
+        ("stop", np.int64),  # index into the prepared stop strings
+        ("temperature", np.float32),
+        ("top_p", np.float32),
+    ]
+)
 
 
 class HFEngine:
@@ -78,17 +93,9 @@ class HFEngine:
         self._steps_waited = 0
         self._closed = False
         self._finished: list[Completion] = []
-        # State of the rows; only the first `self._active` are in use.
-        self._active = 0
+        self._active = 0  # rows in use: the first so many
+        self._rows = np.zeros(max_batch, dtype=_ROW)
         self._requests: list[Request | None] = [None] * max_batch
-        self._length = np.zeros(max_batch, dtype=np.int64)  # positions in the cache
-        self._count = np.zeros(max_batch, dtype=np.int64)  # tokens sampled
-        self._limit = np.zeros(max_batch, dtype=np.int64)
-        self._seed = np.zeros(max_batch, dtype=np.uint64)
-        self._temperature = np.ones(max_batch, dtype=np.float32)
-        self._top_p = np.ones(max_batch, dtype=np.float32)
-        self._top_k = np.zeros(max_batch, dtype=np.int64)
-        self._stop = np.zeros(max_batch, dtype=np.int64)
         self._tokens = np.zeros((max_batch, _OUTPUT_CHUNK), dtype=np.int64)
         self._logprobs = np.zeros((max_batch, _OUTPUT_CHUNK), dtype=np.float32)
         self._candidates = np.zeros((0, self._eos.shape[0]), dtype=bool)
@@ -190,57 +197,51 @@ class HFEngine:
         wave = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
         wave.sort(key=lambda request: len(request.prompt_ids))
         while wave:
-            # The longest prompt of a pass is its last, so the padded size is known as the pass grows.
-            size = 1
-            while size < len(wave) and (size + 1) * len(wave[size].prompt_ids) <= self._max_prefill_tokens:
+            size, shortest = 1, len(wave[0].prompt_ids)
+            while size < len(wave):
+                longest = len(wave[size].prompt_ids)
+                if (size + 1) * longest > self._max_prefill_tokens or size * (longest - shortest) > _MAX_PADDING:
+                    break
                 size += 1
             self._prefill(wave[:size])
             del wave[:size]
 
     def _prefill(self, requests: list[Request]) -> None:
+        """Store the keys of all prompt tokens but the last, which is the first to be fed to a step.
+
+        Prompts are padded on the right, so plain causal attention is right for every real token; what the padding
+        leaves in the cache lies beyond a row's end, where it is overwritten before it can be seen.
+        """
         first, last = self._active, self._active + len(requests)
-        width = max(len(request.prompt_ids) for request in requests)
-        ids = np.zeros((len(requests), width), dtype=np.int64)
-        # Right-aligned: the last column is every request's last token. Padding gets negative positions.
-        lengths = np.array([len(request.prompt_ids) for request in requests])
-        positions = np.arange(width) - (width - lengths)[:, None]
-        for row, request in enumerate(requests):
-            ids[row, width - len(request.prompt_ids) :] = request.prompt_ids
-            self._occupy(first + row, request)
-        real = positions >= 0
-        self._cache.reserve(last, width)
-        rows, columns = np.nonzero(real)
-        self._cache.select(
-            first,
-            last,
-            width,
-            (self._tensor(rows + first), self._tensor(positions[rows, columns]), self._tensor(rows * width + columns)),
-        )
-        # A padding query looks at the first key, since a query that sees nothing is NaN.
-        positions = self._tensor(np.maximum(positions, 0))
-        visible = torch.arange(width, device=self._device) <= positions[:, :, None]
-        logits = self._forward(self._tensor(ids), visible, positions)
+        lengths = np.array([len(request.prompt_ids) - 1 for request in requests])
+        width = int(lengths.max())
+        self._cache.reserve(last, width + 1)
+        for row, request in enumerate(requests, start=first):
+            self._occupy(row, request)
         self._active = last
-        self._sample(first, last, logits)
+        if width:
+            ids = np.zeros((len(requests), width), dtype=np.int64)
+            for row, request in enumerate(requests):
+                ids[row, : lengths[row]] = request.prompt_ids[:-1]
+            rows, positions = np.divmod(np.arange(ids.size), width)
+            self._cache.select(first, last, width, self._tensor(rows + first), self._tensor(positions))
+            self._forward(self._tensor(ids), None, torch.arange(width, device=self._device)[None])
 
     def _step(self) -> None:
         """Feed every active row its newest token and sample the next one."""
-        n = self._active
-        positions = self._length[:n].copy()
-        length = int(positions.max()) + 1
-        self._length[:n] += 1
-        self._cache.reserve(n, length)
-        positions = self._tensor(positions)
-        rows = torch.arange(n, device=self._device)
-        self._cache.select(0, n, length, (rows, positions, rows))
-        visible = torch.arange(length, device=self._device) <= positions[:, None, None]
-        newest = self._tokens[np.arange(n), self._count[:n] - 1]
-        logits = self._forward(self._tensor(newest)[:, None], visible, positions[:, None])
-        self._sample(0, n, logits)
+        rows = self._rows[: self._active]
+        positions = self._tensor(rows["stored"].copy())
+        rows["stored"] += 1
+        length = int(rows["stored"].max())
+        self._cache.reserve(self._active, length)
+        self._cache.select(0, self._active, length, torch.arange(self._active, device=self._device), positions)
+        visible = torch.arange(length, device=self._device) <= positions[:, None, None, None]
+        mask = torch.where(visible, 0.0, -torch.inf).to(self._cache.dtype)
+        newest = self._tensor(rows["newest"].copy())
+        self._sample(self._forward(newest[:, None], mask, positions[:, None]))
 
-    def _forward(self, ids: torch.Tensor, visible: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Run the model on (rows, queries) ids and return the logits after each row's last one."""
-        mask = torch.where(visible[:, None], 0.0, -torch.inf).to(self._cache.dtype)
+    def _forward(self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
+        """Run the model on (rows, queries) ids and return the logits after the last column."""
         output = self.model(
             input_ids=ids,
             attention_mask=mask,
@@ -261,80 +262,70 @@ class HFEngine:
             candidates[0, : prepared.candidates.shape[0]] = prepared.candidates
             self._candidates = np.concatenate([self._candidates, candidates])
         self._requests[row] = request
-        self._length[row] = len(request.prompt_ids)
-        self._count[row] = 0
-        self._limit[row] = sampling.max_tokens
-        self._seed[row] = derive_seed(request.seed)
-        self._temperature[row] = sampling.temperature
-        self._top_p[row] = sampling.top_p
-        self._top_k[row] = sampling.top_k
-        self._stop[row] = self._stops[sampling.stop]
+        self._rows[row] = (
+            len(request.prompt_ids) - 1,
+            request.prompt_ids[-1],
+            0,
+            sampling.max_tokens,
+            derive_seed(request.seed),
+            sampling.top_k,
+            self._stops[sampling.stop],
+            sampling.temperature,
+            sampling.top_p,
+        )
 
-    def _sample(self, first: int, last: int, logits: torch.Tensor) -> None:
-        """Append one token to each of the rows ``first..last-1`` and retire those that are done."""
-        rows = slice(first, last)
-        temperature = self._temperature[rows]
-        if (temperature == 1).all() and (self._top_p[rows] == 1).all() and not self._top_k[rows].any():
+    def _sample(self, logits: torch.Tensor) -> None:
+        """Append one token to every active row and retire those that are done."""
+        rows = self._rows[: self._active]
+        temperature = rows["temperature"].copy()
+        if (temperature == 1).all() and (rows["top_p"] == 1).all() and not rows["top_k"].any():
             logprobs = logits.log_softmax(-1)
         else:
-            logprobs = sampling_logprobs(
-                logits, self._tensor(temperature), self._tensor(self._top_p[rows]), self._tensor(self._top_k[rows])
-            )
-        chosen = draw(logprobs, self._tensor(uniforms(self._seed[rows], self._count[rows])))
+            cuts = self._tensor(rows["top_p"].copy()), self._tensor(rows["top_k"].copy())
+            logprobs = sampling_logprobs(logits, self._tensor(temperature), *cuts)
+        chosen = draw(logprobs, self._tensor(uniforms(rows["seed"], rows["count"])))
         if (temperature == 0).any():
             chosen = torch.where(self._tensor(temperature) == 0, logits.argmax(-1), chosen)
-        tokens = chosen.cpu().numpy()
-        count = self._count[rows]
-        if count.max() >= self._tokens.shape[1]:
+        rows["newest"] = chosen.cpu().numpy()
+        if rows["count"].max() >= self._tokens.shape[1]:
             grow = ((0, 0), (0, self._tokens.shape[1]))
             self._tokens, self._logprobs = np.pad(self._tokens, grow), np.pad(self._logprobs, grow)
-        index = np.arange(first, last)
-        self._tokens[index, count] = tokens
-        self._logprobs[index, count] = logprobs.gather(1, chosen[:, None])[:, 0].cpu().numpy()
-        self._count[rows] += 1
-        self._retire(index, tokens)
+        place = np.arange(self._active), rows["count"]
+        self._tokens[place] = rows["newest"]
+        self._logprobs[place] = logprobs.gather(1, chosen[:, None])[:, 0].cpu().numpy()
+        rows["count"] += 1
+        self._retire()
 
-    def _retire(self, index: np.ndarray, tokens: np.ndarray) -> None:
+    def _retire(self) -> None:
         """Complete the rows whose newest token ended them, and close the gaps with the last rows."""
-        eos = self._eos[tokens]
-        full = self._count[index] >= self._limit[index]
-        suspects = self._candidates[self._stop[index], tokens]
+        rows = self._rows[: self._active]
+        eos = self._eos[rows["newest"]]
+        full = rows["count"] >= rows["limit"]
+        suspects = self._candidates[rows["stop"], rows["newest"]]
         done: list[int] = []
-        for at in np.nonzero(eos | full | suspects)[0]:
-            row = int(index[at])
-            ids = self._tokens[row, : self._count[row]]
-            if suspects[at] and self._stop_strings[self._stop[row]].ends(ids):
+        for row in np.nonzero(eos | full | suspects)[0].tolist():
+            ids = self._tokens[row, : rows["count"][row]]
+            if suspects[row] and self._stop_strings[rows["stop"][row]].ends(ids):
                 reason = "stop"
-            elif eos[at]:
+            elif eos[row]:
                 reason = "eos"
-            elif full[at]:
+            elif full[row]:
                 reason = "length"
             else:
                 continue
             request = self._requests[row]
             assert request is not None
-            logprobs = self._logprobs[row, : self._count[row]].tolist()
+            logprobs = self._logprobs[row, : len(ids)].tolist()
             self._finished.append(Completion(request.request_id, ids.tolist(), logprobs, reason))
             done.append(row)
         if not done:
             return
         remaining = self._active - len(done)
         holes = [row for row in done if row < remaining]
-        survivors = sorted(set(range(remaining, self._active)) - set(done))
         if holes:
+            survivors = sorted(set(range(remaining, self._active)) - set(done))
             self._cache.move(survivors, holes)
-            for state in (
-                self._length,
-                self._count,
-                self._limit,
-                self._seed,
-                self._temperature,
-                self._top_p,
-                self._top_k,
-                self._stop,
-                self._tokens,
-                self._logprobs,
-            ):
+            for state in (self._rows, self._tokens, self._logprobs):
                 state[holes] = state[survivors]
             for source, target in zip(survivors, holes, strict=True):
                 self._requests[target] = self._requests[source]

@@ -48,20 +48,18 @@ class RowCache(Cache):
         self._store = old.new_zeros((*old.shape[:2], rows, old.shape[3], positions, old.shape[5]))
         self._store[:, :, : old.shape[2], :, : old.shape[4]] = old
 
-    def select(
-        self, first: int, last: int, length: int, writes: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    ) -> None:
+    def select(self, first: int, last: int, length: int, rows: torch.Tensor, positions: torch.Tensor) -> None:
         """Choose what the next forward pass reads and writes.
 
         Args:
             first: First row it reads.
             last: One past the last row.
             length: Number of positions it reads.
-            writes: For each token that is stored its row, its position, and its index in the flattened (row, query)
-                input.
+            rows: Where the key of each input token is stored, tokens in the order of the flattened (row, query) input.
+            positions: The same for positions.
         """
-        self._first, self._last, self._length = first, last, length
-        self._write_rows, self._write_positions, self._write_index = writes
+        self._window = (slice(first, last), slice(None), slice(None, length))
+        self._length, self._write_rows, self._write_positions = length, rows, positions
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -69,12 +67,8 @@ class RowCache(Cache):
         """Store this layer's new keys and values and return those that the selected rows may attend to."""
         keys, values = self._store[layer_idx]
         for stored, new in ((keys, key_states), (values, value_states)):
-            flat = new.transpose(1, 2).reshape(-1, new.shape[1], new.shape[3])
-            if flat.shape[0] != self._write_index.shape[0]:
-                flat = flat[self._write_index]
-            stored[self._write_rows, :, self._write_positions] = flat
-        window = (slice(self._first, self._last), slice(None), slice(None, self._length))
-        return keys[window], values[window]
+            stored[self._write_rows, :, self._write_positions] = new.transpose(1, 2).flatten(0, 1)
+        return keys[self._window], values[self._window]
 
     def move(self, sources: list[int], targets: list[int]) -> None:
         """Overwrite the target rows with the source rows."""
@@ -96,16 +90,17 @@ def row_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attend with grouped heads but without copying the cache once per group.
 
-    The heads of a group share keys, so with one query per row they are folded into the query axis. The mask is
-    additive, of shape (rows, 1, queries, keys). The signature is that of transformers' attention functions.
+    With one query per row, the heads of a group share keys and are folded into the query axis, under an additive mask
+    of shape (rows, 1, 1, keys). Without a mask it is causal attention over as many keys as queries. The signature is
+    that of transformers' attention functions.
     """
     rows, heads, queries, width = query.shape
     groups = heads // key.shape[1]
-    if queries == 1:
-        query = query.reshape(rows, key.shape[1], groups, width)
-    elif groups > 1:
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    output = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
+    if attention_mask is None:
+        output = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
+    else:
+        folded = query.reshape(rows, key.shape[1], groups, width)
+        output = scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, scale=scaling)
     return output.reshape(rows, heads, queries, value.shape[3]).transpose(1, 2), None
 
 
