@@ -153,7 +153,7 @@ class Alarms:
             "entropy": (args.alarm_entropy, "below", "the policy is becoming deterministic; raise entropy_coef"),
             "approx_kl": (args.alarm_kl, "above", "updates are too large; lower learning_rate or ppo_epochs"),
             "invalid_rate": (args.alarm_invalid, "above", "the policy forgets the protocol; strengthen the cold start"),
-            "rollout_gap_p99": (args.alarm_gap, "above", "engine and trainer disagree on what was sampled; check the precision of both"),
+            "rollout_gap_p99": (args.alarm_gap, "above", "engine and trainer disagree; check the precision of both"),
         }
         self.ringing: set[str] = set()
 
