@@ -4,11 +4,13 @@ Every installed package registers its sub-commands in the entry-point group ``me
 or a function with Typer annotations. Listing them reads package metadata and nothing else, so ``memopd --help`` is
 instant and an installation without the trainer has no trainer's command.
 
-This is also the place where errors end: whatever the project raises on purpose is one line and exit status 2.
+This is also the place where errors end: whatever the project raises on purpose, and whatever the operating system
+refuses (a full disk, a folder that may not be written), is one line and exit status 2.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -44,6 +46,19 @@ EXTRAS = {
     "wandb": "wandb",
 }
 
+# What to do when the operating system says no.
+CURES = {
+    errno.ENOSPC: "make room there, then run the same command again",
+    errno.EDQUOT: "make room there, then run the same command again",
+    errno.EACCES: "change its permissions, or name another path",
+    errno.EPERM: "change its permissions, or name another path",
+    errno.EROFS: "name a path on a disk that can be written",
+    errno.EISDIR: "name a file, not a folder",
+    errno.ENOTDIR: "a part of the path is a file; name another path",
+    errno.EEXIST: "it is a file where a folder is needed; name another path",
+    errno.ENAMETOOLONG: "use a shorter path",
+}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``memopd``; returns the exit status (0 done, 1 the command says no, 2 bad input, 130 interrupted)."""
@@ -61,6 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(commands[given[0]], given[1:])
     except MemOPDError as error:
         return _fail(str(error))
+    except OSError as error:
+        return _fail(_refusal(error))
     except KeyboardInterrupt:
         return _fail("interrupted", status=130)
 
@@ -111,6 +128,13 @@ def _version() -> str:
         return version("memopd")
     except PackageNotFoundError:
         return "(not installed)"
+
+
+def _refusal(error: OSError) -> str:
+    parts = [str(error.filename)] if error.filename is not None else []
+    parts.append(error.strerror or str(error) or type(error).__name__)
+    cure = CURES.get(error.errno or 0)
+    return ": ".join(parts) + (f"; {cure}" if cure else "")
 
 
 def _fail(message: str, status: int = 2) -> int:

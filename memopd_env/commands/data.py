@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 from rich.console import Console
@@ -15,6 +15,8 @@ from memopd_env.errors import ConfigError
 from memopd_env.tasks.compose import compose_file
 from memopd_env.tasks.io import read_tasks, write_tasks
 
+Number = TypeVar("Number", int, float)
+
 app = typer.Typer(help="Compose, convert and inspect task files.", no_args_is_help=True, add_completion=False)
 
 
@@ -23,7 +25,7 @@ def compose(
     file: Annotated[Path, typer.Argument(help="QA file, JSONL or parquet: id, question, golden_answers.")],
     out: Annotated[Path, typer.Option(help="Folder for the task files and manifest.json.")],
     num_questions: Annotated[int, typer.Option("--num-questions", "-n", help="Questions a task.")] = 2,
-    seed: Annotated[int, typer.Option(help="Seed of splits and shuffles.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of splits and shuffles.")] = 0,
     split_file: Annotated[
         Path | None, typer.Option(help="JSON object: for every split the ids of its questions.")
     ] = None,
@@ -42,12 +44,12 @@ def compose(
         out,
         num_questions,
         seed=seed,
-        counts={name: int(value) for name, value in _pairs("count", count).items()},
-        shares=_pairs("share", share) or None,
+        counts=_pairs("count", count, int),
+        shares=_pairs("share", share, float) or None,
         split_file=split_file,
         suffix=f".{format.removeprefix('.')}",
     )
-    table = Table(title=f"{out}: {num_questions} question(s) a task")
+    table = Table(title=f"{_shown(str(out))}: {num_questions} question(s) a task")
     for column in ("split", "tasks", "different questions", "file"):
         table.add_column(column)
     for split, entry in manifest["splits"].items():
@@ -76,7 +78,7 @@ def convert(
 @app.command()
 def inspect(
     file: Annotated[Path, typer.Argument(help="Task file, .jsonl or .parquet.")],
-    show: Annotated[int, typer.Option(help="Tasks to show.")] = 3,
+    show: Annotated[int, typer.Option(min=0, help="Tasks to show.")] = 3,
 ) -> None:
     """Check a task file and say what is in it.
 
@@ -108,12 +110,13 @@ def _counts(values: object) -> str:
     return shown if len(counted) <= 6 else f"{shown}, ..."
 
 
-def _pairs(option: str, given: list[str] | None) -> dict[str, float]:
+def _pairs(option: str, given: list[str] | None, kind: type[Number]) -> dict[str, Number]:
     pairs = {}
     for item in given or []:
         name, _, value = item.partition("=")
         try:
-            pairs[name] = float(value)
+            pairs[name] = kind(value)
         except ValueError:
-            raise ConfigError(f"--{option} {item!r}: write split=number, e.g. train=1000") from None
+            example = "train=1000" if kind is int else "train=0.8"
+            raise ConfigError(f"--{option} {item!r}: write split=number, e.g. {example}") from None
     return pairs

@@ -27,9 +27,9 @@ def build(
     out: Annotated[Path, typer.Argument(help="Folder for corpus.jsonl, the task files and world.json.")],
     preset: Annotated[str, typer.Option(help="default or tiny.")] = "default",
     passages: Annotated[int | None, typer.Option(help="Number of passages, 100 to 1,000,000.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Another seed is another world.")] = None,
-    num_questions: Annotated[int, typer.Option("--num-questions", "-n", help="Questions a task.")] = 2,
-    count: Annotated[int, typer.Option(help="Tasks a split; 0 writes none.")] = 500,
+    seed: Annotated[int | None, typer.Option(min=0, help="Another seed is another world.")] = None,
+    num_questions: Annotated[int, typer.Option("--num-questions", "-n", min=1, help="Questions a task.")] = 2,
+    count: Annotated[int, typer.Option(min=0, help="Tasks a split; 0 writes none.")] = 500,
 ) -> None:
     """Write the corpus and, for every split, tasks about it.
 

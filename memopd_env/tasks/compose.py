@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from memopd_env.tasks.io import read_rows, read_tasks, string_list, write_tasks
 from memopd_env.tasks.task import Task
 
 DEFAULT_SHARES = {"train": 0.8, "validation": 0.1, "test": 0.1}
+MANIFEST = "manifest.json"
 MANIFEST_VERSION = 1
 
 
@@ -155,11 +157,13 @@ def compose_tasks(
         The tasks; the same arguments give the same tasks on every platform.
 
     Raises:
-        ConfigError: If N is below 1 or there are fewer than N different questions.
+        ConfigError: If N or ``count`` is below 1 or there are fewer than N different questions.
     """
     unique = list({question.key: question for question in questions}.values())
     if num_questions < 1:
         raise ConfigError(f"num_questions is {num_questions}; a task has at least 1")
+    if count is not None and count < 1:
+        raise ConfigError(f"{count} tasks of split {split!r} are wanted; a task file has at least 1")
     if len(unique) < num_questions:
         raise ConfigError(
             f"split {split!r} has {len(unique)} different questions, too few for a task of {num_questions}; "
@@ -213,9 +217,22 @@ def compose_file(
         raise ConfigError(f"format {suffix!r} is unknown; use .jsonl or .parquet")
     given = None if split_file is None else read_split_file(split_file)
     splits, notes = split_questions(read_questions(path), shares=shares, given=given, seed=seed)
+    for split in splits:
+        _check_split_name(str(path if split_file is None else split_file), split)
     if unknown := set(counts or {}) - set(splits):
         raise ConfigError(f"a count is given for {', '.join(sorted(unknown))}, but the splits are {', '.join(splits)}")
     inputs = [path] if split_file is None else [path, Path(split_file)]
+    files = {split: out / f"{split}{suffix}" for split in splits}
+    for file in (*files.values(), out / MANIFEST):
+        if file.resolve() in [item.resolve() for item in inputs]:
+            raise ConfigError(f"{file} is read, and would be overwritten; write to another folder")
+    # All are composed before the first is written: a split that is too small leaves no half of a folder.
+    composed = {
+        split: compose_tasks(
+            questions, num_questions, seed=seed, count=(counts or {}).get(split), split=split, name=path.stem
+        )
+        for split, questions in splits.items()
+    }
     manifest: dict[str, Any] = {
         "version": MANIFEST_VERSION,
         "num_questions": num_questions,
@@ -225,17 +242,15 @@ def compose_file(
         **notes,
     }
     for split, questions in splits.items():
-        count = (counts or {}).get(split)
-        tasks = compose_tasks(questions, num_questions, seed=seed, count=count, split=split, name=path.stem)
-        file = out / f"{split}{suffix}"
-        write_tasks(tasks, file)
+        file = files[split]
+        write_tasks(composed[split], file)
         manifest["splits"][split] = {
             "file": file.name,
-            "tasks": len(tasks),
+            "tasks": len(composed[split]),
             "questions": len({question.key for question in questions}),
             "sha256": _sha256(file),
         }
-    (out / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="ascii")
+    (out / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="ascii")
     return manifest
 
 
@@ -255,11 +270,15 @@ def read_split_file(path: str | Path) -> dict[str, list[str]]:
     if not isinstance(splits, dict) or not splits:
         raise TaskError(f"{path}: write one object {{split: [question ids]}}")
     for split, ids in splits.items():
-        # Splits become file names.
-        if not split.replace("-", "").replace("_", "").isalnum():
-            raise TaskError(f"{path}: the split name {split!r} must consist of letters, digits, - and _")
+        _check_split_name(str(path), split)
         string_list(str(path), split, ids)
     return splits
+
+
+def _check_split_name(place: str, split: str) -> None:
+    # Splits become file names.
+    if not split.replace("-", "").replace("_", "").isalnum():
+        raise TaskError(f"{place}: the split name {split!r} must consist of letters, digits, - and _")
 
 
 def _question_of_row(place: str, row: Mapping[str, Any]) -> Question:
@@ -299,8 +318,8 @@ def _questions_of_task(place: str, task: Task) -> list[Question]:
 def _split_by_shares(
     questions: Sequence[Question], shares: Mapping[str, float], seed: int
 ) -> tuple[dict[str, list[Question]], dict[str, int]]:
-    if not shares or any(not share > 0 for share in shares.values()):
-        raise ConfigError(f"the shares are {dict(shares)}; each must be greater than 0")
+    if not shares or any(not 0 < share < math.inf for share in shares.values()):
+        raise ConfigError(f"the shares are {dict(shares)}; each must be a number greater than 0")
     total = sum(shares.values())
     splits: dict[str, list[Question]] = {split: [] for split in shares}
     owner: dict[str, str] = {}

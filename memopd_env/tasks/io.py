@@ -60,20 +60,29 @@ def read_tasks(path: str | Path) -> list[Task]:
 def write_tasks(tasks: Iterable[Task], path: str | Path) -> None:
     """Write a task file, JSONL or parquet by its suffix; :func:`read_tasks` gives the same tasks back.
 
+    The file is replaced only once all is written, so whatever goes wrong leaves the old one as it was.
+
     Raises:
         TaskError: If the suffix is unknown.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".parquet":
-        import pyarrow.parquet as pq
-
-        pq.write_table(_parquet_table(tasks), path)
-    elif path.suffix in (".jsonl", ".json"):
-        # ASCII, so that a lone surrogate in a question, which UTF-8 can not hold, survives.
-        path.write_text("".join(f"{json.dumps(_json_row(task))}\n" for task in tasks), encoding="ascii")
-    else:
+    if path.suffix not in (".jsonl", ".json", ".parquet"):
         raise TaskError(f"{path}: the suffix {path.suffix!r} is unknown; write .jsonl or .parquet")
+    if path.is_dir():
+        raise TaskError(f"{path} is a folder; name the task file to write")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    try:
+        if path.suffix == ".parquet":
+            import pyarrow.parquet as pq
+
+            pq.write_table(_parquet_table(tasks), partial)
+        else:
+            # ASCII, so that a lone surrogate in a question, which UTF-8 can not hold, survives.
+            partial.write_text("".join(f"{json.dumps(_json_row(task))}\n" for task in tasks), encoding="ascii")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,5 +1,7 @@
 """The memopd command: lazy, and one line where something is wrong."""
 
+import errno
+import os
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
@@ -104,3 +106,19 @@ def test_control_characters_of_a_message_do_not_reach_the_terminal(entry, capsys
 def test_an_interrupt_has_its_usual_status(entry, capsys):
     entry("def run() -> None:\n    raise KeyboardInterrupt\n")
     assert cli.main(["extra"]) == 130
+
+
+@pytest.mark.parametrize(
+    ("number", "cure"), [(errno.ENOSPC, "make room"), (errno.EACCES, "permissions"), (errno.EIO, "")]
+)
+def test_what_the_operating_system_refuses_is_one_line_that_names_the_file(entry, capsys, number, cure):
+    entry(f"import os\ndef run() -> None:\n    raise OSError({number}, os.strerror({number}), '/some/file')\n")
+    assert cli.main(["extra"]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith(f"memopd: /some/file: {os.strerror(number)}") and line.count("\n") == 1 and cure in line
+
+
+def test_a_refusal_without_a_file_still_says_something(entry, capsys):
+    entry("def run() -> None:\n    raise OSError('the socket is gone')\n")
+    assert cli.main(["extra"]) == 2
+    assert capsys.readouterr().err == "memopd: the socket is gone\n"

@@ -36,9 +36,19 @@ def test_compose_then_convert_then_inspect(qa, tmp_path, capsys):
         (["--format", "csv"], "csv"),
         (["-n", "99"], "different questions"),
         (["--split-file", "gone.json"], "gone.json"),
+        (["--count", "train=inf"], "train=inf"),
+        (["--count", "train=2.5"], "train=2.5"),
+        (["--count", "train=-3"], "at least 1"),
     ],
 )
 def test_arguments_that_make_no_sense_are_one_line(qa, tmp_path, capsys, arguments, complaint):
     assert main(["data", "compose", str(qa), "--out", str(tmp_path / "o"), *arguments]) == 2
     error = capsys.readouterr().err
     assert complaint in error and error.count("\n") == 1
+
+
+def test_the_name_of_a_folder_is_text_and_never_markup_or_an_escape(qa, tmp_path, capsys):
+    out = tmp_path / "[/bold] \x1b[2J"
+    assert main(["data", "compose", str(qa), "--out", str(out), "--share", "all=1"]) == 0
+    shown = capsys.readouterr().out
+    assert "[/bold]" in "".join(shown.split("\n")) and "\x1b" not in shown

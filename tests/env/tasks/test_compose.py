@@ -235,3 +235,45 @@ def test_malformed_split_files_are_refused(tmp_path, content):
 def test_a_missing_split_file_is_named(tmp_path):
     with pytest.raises(TaskError, match="no such split file"):
         read_split_file(tmp_path / "gone.json")
+
+
+def write_questions(path, number=20, **fields):
+    rows = [{"id": str(i), "question": f"Q{i}?", "golden_answers": ["a"], **fields} for i in range(number)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_split_name_of_the_file_or_of_a_share_can_not_leave_the_folder(tmp_path):
+    path = write_questions(tmp_path / "qa.jsonl", split="../outside")
+    with pytest.raises(TaskError, match="split name"):
+        compose_file(path, tmp_path / "out", 2)
+    with pytest.raises(TaskError, match="split name"):
+        compose_file(path, tmp_path / "out", 2, shares={"a/b": 1.0})
+    assert [file.name for file in tmp_path.iterdir()] == ["qa.jsonl"]
+
+
+def test_the_file_that_is_read_is_never_overwritten(tmp_path):
+    path = write_questions(tmp_path / "train.jsonl")
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match="would be overwritten"):
+        compose_file(path, tmp_path, 2)
+    assert path.read_bytes() == before
+
+
+def test_a_split_that_is_too_small_leaves_no_half_of_a_folder(tmp_path):
+    path = write_questions(tmp_path / "qa.jsonl")
+    with pytest.raises(ConfigError, match="too few"):
+        compose_file(path, tmp_path / "out", 8)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("share", [float("inf"), float("nan"), -0.5])
+def test_a_share_is_a_positive_number(share):
+    with pytest.raises(ConfigError, match="greater than 0"):
+        split_questions(make_questions(10), shares={"train": share, "test": 1.0})
+
+
+@pytest.mark.parametrize("count", [0, -3])
+def test_a_task_file_has_at_least_one_task(count):
+    with pytest.raises(ConfigError, match="at least 1"):
+        compose_tasks(make_questions(10), 2, count=count)

@@ -185,3 +185,24 @@ def test_parquet_without_rows(tmp_path):
 def test_parquet_can_not_hold_a_lone_surrogate_and_says_so(tmp_path):
     with pytest.raises(TaskError, match=r"write \.jsonl"):
         write_tasks([Task("a", ["\ud800?"], [["x"]])], tmp_path / "t.parquet")
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, suffix):
+    path = tmp_path / f"tasks{suffix}"
+    write_tasks([Task("old", ["Q?"], [["a"]])], path)
+
+    def broken():
+        yield Task("new", ["Q?"], [["a"]])
+        raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError):
+        write_tasks(broken(), path)
+    assert [task.id for task in read_tasks(path)] == ["old"]
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_folder_is_no_file_to_write(tmp_path):
+    (tmp_path / "tasks.jsonl").mkdir()
+    with pytest.raises(TaskError, match="is a folder"):
+        write_tasks([Task("a", ["Q?"], [["a"]])], tmp_path / "tasks.jsonl")
