@@ -19,9 +19,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import memopd_agents.inspection as inspection
 from memopd_agents.agent import Agent, agent_factory
 from memopd_agents.episode import Episode, read_episodes
-from memopd_agents.evaluation import RESULT, format_table
+from memopd_agents.evaluation import EPISODES, RESULT, format_table
 from memopd_agents.evaluation import evaluate as run_evaluation
 from memopd_agents.human import HumanAgent
+from memopd_agents.rollout import RolloutError
 from memopd_agents.seeds import episode_seed
 from memopd_agents.terminal import History, context_view, forgotten_next, visible
 from memopd_env.env import MemOPDEnv
@@ -60,11 +61,11 @@ RetrieverUrl = Annotated[str | None, typer.Option("--retriever", help="URL of a 
 Split = Annotated[str | None, typer.Option(help="Only tasks of this split; test in the built-in world.")]
 Memory = Annotated[str, typer.Option(help="consolidate, full, window:K, summary or budget:TOKENS.")]
 Texts = Annotated[str, typer.Option(help="Texts around the questions: full, terse, or a template with {questions}.")]
-MaxTurns = Annotated[int | None, typer.Option(help="Turns of an episode.")]
-TopK = Annotated[int, typer.Option(help="Passages per search.")]
+MaxTurns = Annotated[int | None, typer.Option(min=1, help="Turns of an episode.")]
+TopK = Annotated[int, typer.Option(min=1, help="Passages per search.")]
 WorldName = Annotated[str, typer.Option(help="Preset of the built-in world.")]
 AgentArg = Annotated[list[str] | None, typer.Option(help="Argument of the agent, NAME=VALUE; repeat for more.")]
-Seed = Annotated[int, typer.Option(help="Seed of the run.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of the run.")]
 Config = Annotated[Path | None, typer.Option(callback=_read_config, is_eager=True, help="YAML file of these options.")]
 
 
@@ -87,13 +88,13 @@ def evaluate(
     on_retriever_error: Annotated[str, typer.Option(help="raise, or truncate: exclude the episode.")] = "raise",
     deadline_s: Annotated[float | None, typer.Option(help="Wall-clock limit of an episode in seconds.")] = None,
     world: WorldName = "default",
-    episodes: Annotated[int | None, typer.Option(help="The first N tasks; all if left out.")] = None,
+    episodes: Annotated[int | None, typer.Option(min=1, help="The first N tasks; all if left out.")] = None,
     seed: Seed = 0,
-    workers: Annotated[int, typer.Option(help="Episodes at a time, for an agent that works on text.")] = 8,
-    max_active: Annotated[int, typer.Option(help="Episodes at a time, for a model.")] = 64,
+    workers: Annotated[int, typer.Option(min=1, help="Episodes at a time, for an agent that works on text.")] = 8,
+    max_active: Annotated[int, typer.Option(min=1, help="Episodes at a time, for a model.")] = 64,
     temperature: Annotated[float, typer.Option(help="Of a model; 0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Of a model; 1 is off.")] = 1.0,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of one call of a model.")] = 512,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one call of a model.")] = 512,
     device: Annotated[str | None, typer.Option(help="Of a model; a GPU if there is one.")] = None,
     agent_arg: AgentArg = None,
     tokenizer: Annotated[str | None, typer.Option(help="Counts the tokens of an agent that works on text.")] = None,
@@ -124,12 +125,12 @@ def evaluate(
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, TextColumn("EM {task.fields[em]:.2f}"), console=console) as progress:
-        shown = progress.add_task(escape(f"{agent} in {env}"), total=count, em=0.0)
+        bar = progress.add_task(_shown(f"{agent} in {env}"), total=count, em=0.0)
         gained: list[float] = []
 
         def on_episode(episode: Episode, done: int, total: int) -> None:
             gained.append(episode.reward)
-            progress.update(shown, completed=done, em=sum(gained) / len(gained))
+            progress.update(bar, completed=done, em=sum(gained) / len(gained))
 
         try:
             result = run_evaluation(
@@ -147,13 +148,12 @@ def evaluate(
                 counter_name=counter_name,
                 on_episode=on_episode,
             )
-        except (Exception, KeyboardInterrupt):
-            console.print(f"Finished episodes are in {escape(str(out))}; the same command again goes on from there.")
+        except (RolloutError, OSError, KeyboardInterrupt):
+            if (out / EPISODES).is_file():
+                console.print(f"Finished episodes are in {_shown(out)}; the same command again goes on from there.")
             raise
-    Console().print(format_table([result], title=f"{env}, {memory}"))
-    console.print(
-        f"{escape(str(out / RESULT))}; look at episodes with: memopd inspect {escape(str(out))}/episodes.jsonl"
-    )
+    Console().print(format_table([result], title=f"{env}, {_shown(memory)}"))
+    console.print(f"{_shown(out / RESULT)}; look at episodes with: memopd inspect {_shown(out / EPISODES)}")
 
 
 def play(
@@ -209,7 +209,7 @@ def inspect(
     file: Annotated[Path, typer.Argument(help="episodes.jsonl of an evaluation or a training run.")],
     episode: Annotated[int | None, typer.Option(help="Walk through the episode of this number.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Decodes episodes that were recorded without text.")] = None,
-    limit: Annotated[int, typer.Option(help="Episodes to list.")] = 50,
+    limit: Annotated[int, typer.Option(min=0, help="Episodes to list.")] = 50,
 ) -> None:
     """List the episodes of a file, or walk through one call by call.
 
@@ -254,6 +254,11 @@ def _environment(
     return lambda: gym.make(env_id, disable_env_checker=True, **shared), first, source
 
 
+def _shown(text: object) -> str:
+    """A path or a name, with nothing in it that rich or a terminal would act on."""
+    return escape(visible(str(text)))
+
+
 def _corpus_hash(corpus: Path | None, retriever: str | None, world: str) -> str | None:
     from memopd_env.retrieval.corpus import file_sha256
     from memopd_env.tasks.world import World, WorldConfig
@@ -269,7 +274,12 @@ def _text_agent(spec: str, core: MemOPDEnv, arguments: list[str] | None) -> Call
         name, equals, value = argument.partition("=")
         if not equals:
             raise ConfigError(f"--agent-arg {argument!r}: write NAME=VALUE, e.g. model=Qwen/Qwen3-4B")
-        given[name.replace("-", "_")] = yaml.safe_load(value)
+        try:
+            given[name.replace("-", "_")] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(
+                f"--agent-arg {argument!r}: the value is not YAML; quote it, e.g. '{name}=\"...\"'"
+            ) from error
     if "/" in spec and ":" not in spec:
         raise ConfigError(f"agent {spec!r} is not a model folder (it has no config.json), and no agent has that name")
     return agent_factory(spec, {"tasks": core.tasks, "tags": core.tags}, **given)

@@ -14,12 +14,15 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import TracebackType
+from types import NoneType, TracebackType
 from typing import Any, Self, TypeVar, cast
 
 from memopd_env.errors import MemOPDError
+from memopd_env.memory import SegmentKind
 
 _Record = TypeVar("_Record")
+_NUMBER = (int, float)
+_KINDS = tuple(kind.value for kind in SegmentKind)
 
 
 class EpisodeFileError(MemOPDError, ValueError):
@@ -114,14 +117,51 @@ class Episode:
             for call in calls:
                 call.segments = [_known(SegmentSpan, cast(Any, span)) for span in call.segments]
                 call.context = [(kind, turn, text) for kind, turn, text in call.context]
-            return _known(cls, {**record, "calls": calls})
-        except (KeyError, TypeError, AttributeError) as error:
+            episode = _known(cls, {**record, "calls": calls})
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from error
+        _check_types(episode)
+        return episode
 
 
 def _known(kind: Callable[..., _Record], record: dict[str, Any]) -> _Record:
     names = {known.name for known in fields(cast(Any, kind))}
     return kind(**{name: value for name, value in record.items() if name in names})
+
+
+def _check_types(episode: Episode) -> None:
+    """Refuse a record whose fields are not what they are for, so that nobody who reads episodes needs to look again.
+
+    Raises:
+        ValueError: Names the field.
+    """
+    _check(episode, reward=_NUMBER, task_id=str, info=dict, seed=(int, NoneType), number=int, seconds=_NUMBER)
+    for call in episode.calls:
+        _check(call, finish_reason=str, text=str, seed=(int, NoneType), policy_version=int, usage=dict)
+        for name in ("prompt_ids", "action_ids"):
+            ids = getattr(call, name)
+            if not isinstance(ids, list) or any(type(item) is not int or item < 0 for item in ids):
+                raise ValueError(f"{name} must be a list of token ids")
+        if call.logprobs is not None and (
+            not isinstance(call.logprobs, list) or any(type(item) not in _NUMBER for item in call.logprobs)
+        ):
+            raise ValueError("logprobs must be a list of numbers")
+        for span in call.segments:
+            _check(span, kind=str, turn=int, start=int, end=int, exact=bool)
+        for kind, turn, text in call.context:
+            if kind not in _KINDS or type(turn) is not int or not isinstance(text, str):
+                raise ValueError(f"context must hold (kind, turn, text) with a kind of {', '.join(_KINDS)}")
+        if any(span.kind not in _KINDS for span in call.segments):
+            raise ValueError(f"the kind of a segment must be one of {', '.join(_KINDS)}")
+
+
+def _check(record: object, **kinds: Any) -> None:
+    for name, kind in kinds.items():
+        value = getattr(record, name)
+        # True is an int to Python, and to nobody else.
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            shown = repr(value)
+            raise ValueError(f"{name} is {shown if len(shown) <= 60 else shown[:57] + '...'}")
 
 
 def read_episodes(path: str | Path) -> Iterator[Episode]:

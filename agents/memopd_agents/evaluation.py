@@ -29,6 +29,7 @@ from memopd_agents.metrics import measure
 from memopd_agents.play import play_episodes
 from memopd_agents.policy import PolicyAgent
 from memopd_agents.rollout import EpisodeCallback, rollout
+from memopd_agents.terminal import visible
 from memopd_env.env import MemOPDEnv
 from memopd_env.errors import ConfigError
 from memopd_env.tasks.task import Task
@@ -78,9 +79,14 @@ def evaluate(
         ``wall_time_s``, ``versions``, ``hardware``.
 
     Raises:
-        ConfigError: If the folder holds an evaluation of something else.
+        ConfigError: If the folder holds an evaluation of something else, or an argument makes no sense.
         RolloutError: If an agent, an environment or the retriever fails; call again to go on.
     """
+    if seed < 0 or not task_indices or workers < 1 or max_active < 1:
+        raise ConfigError(
+            f"an evaluation of {len(task_indices)} episodes with seed {seed}, workers {workers} and max_active "
+            f"{max_active}: there must be an episode, the seed must not be negative, and the others at least 1"
+        )
     out = Path(out)
     env = cast(MemOPDEnv, make_env().unwrapped)
     tasks = [env.tasks[index] for index in task_indices]
@@ -150,7 +156,7 @@ def format_table(results: Sequence[Mapping[str, Any]], title: str = "") -> Table
         width = max((len(cells[column]) for cells, _ in rows), default=0)
         table.add_column(head, justify="right", min_width=width, overflow="fold")
     for cells, name in rows:
-        table.add_row(Text(name), *cells)
+        table.add_row(Text(visible(name)), *cells)
     questions = sorted({number for result in results for number in result["num_questions"]})
     table.caption = (
         f"EM, F1, sub-EM: sums over {', '.join(map(str, questions))} questions; n episodes; ± half of the 95 % interval"
@@ -181,7 +187,7 @@ def _begin(out: Path, protocol: Mapping[str, Any]) -> float:
             raise ConfigError(f"{out} holds {EPISODES} but no {RUN}: it is not an evaluation; use another folder")
         _write_json(path, {**protocol, "wall_time_s": 0.0})
         return 0.0
-    held = json.loads(path.read_text())
+    held = _read_run(path)
     current = json.loads(json.dumps(protocol))
     differing = [key for key in current if held.get(key) != current[key]]
     if differing:
@@ -189,7 +195,18 @@ def _begin(out: Path, protocol: Mapping[str, Any]) -> float:
             f"{out} holds an evaluation with another {', '.join(differing)} ({held.get(differing[0])!r}, now "
             f"{current[differing[0]]!r}): use another folder, or the settings that it was started with"
         )
-    return float(held["wall_time_s"])
+    return held["wall_time_s"]
+
+
+def _read_run(path: Path) -> dict[str, Any]:
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+        return {**held, "wall_time_s": float(held["wall_time_s"])}
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ConfigError(
+            f"{path} is damaged ({type(error).__name__}: {error}): use another folder, or remove "
+            f"{path.parent} to begin anew"
+        ) from error
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

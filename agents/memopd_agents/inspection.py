@@ -28,13 +28,13 @@ def episode_table(episodes: Iterable[Episode], limit: int) -> Table:
         (sizes,), _ = call_sizes([episode])
         table.add_row(
             str(episode.number),
-            Text(visible(episode.task_id)),
-            f"{episode.reward:g} of {info.get('num_questions', '?')}",
+            _shown(episode.task_id),
+            _shown(f"{episode.reward:g} of {info.get('num_questions', '?')}"),
             str(len(episode.calls)),
-            str(info.get("searches", "?")),
-            str(info.get("invalid_actions", "?")),
+            _shown(info.get("searches", "?")),
+            _shown(info.get("invalid_actions", "?")),
             str(max((sum(size) for size in sizes), default=0)),
-            Text(visible(str(info.get("stop_reason", "?")))),
+            _shown(info.get("stop_reason", "?")),
         )
     more = sum(1 for _ in source)
     table.caption = f"and {more} more; --limit shows them" if more else None
@@ -55,7 +55,7 @@ def call_view(episode: Episode, number: int, decode: Callable[[list[int]], str] 
     action = call.text or (decode(call.action_ids) if decode else "")
     sizes, _ = call_sizes([episode])
     prompt, sampled = sizes[0][number]
-    title = f"action, {sampled} tokens after {prompt}, ended by {call.finish_reason}"
+    title = _shown(f"action, {sampled} tokens after {prompt}, ended by {call.finish_reason}")
     parts.append(Panel(Text(visible(action)), title=title, title_align="left", border_style="bold green"))
     if number:
         before = _context(episode.calls[number - 1], decode)
@@ -75,8 +75,9 @@ def score_table(
         questions: The questions, if at hand.
         accepted: For each question the accepted answers, if at hand.
     """
-    totals = ", ".join(f"{name} {info[name]:g}" for name in ("em", "f1", "sub_em") if name in info)
-    table = Table(title=f"{info.get('stop_reason', 'no score')} after {info.get('turns', '?')} turns: {totals}")
+    totals = ", ".join(f"{name} {_figure(info[name])}" for name in ("em", "f1", "sub_em") if name in info)
+    title = f"{info.get('stop_reason', 'no score')} after {info.get('turns', '?')} turns: {totals}"
+    table = Table(title=_shown(title))
     for head in ("question", "answer", *(["accepted"] if accepted else []), "EM", "F1"):
         table.add_column(head)
     scores = info.get("per_question", {"em": [], "f1": []})
@@ -85,8 +86,17 @@ def score_table(
         question = questions[number] if questions else str(number + 1)
         said = given[number] if number < len(given) else ""
         golds = [" | ".join(accepted[number])] if accepted else []
-        table.add_row(*(Text(visible(cell)) for cell in (question, said, *golds)), f"{em:g}", f"{f1:.2f}")
+        table.add_row(*map(_shown, (question, said, *golds, _figure(em), _figure(f1))))
     return table
+
+
+def _figure(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, (int, float)) else str(value)
+
+
+def _shown(value: object) -> Text:
+    """Whatever a file holds, as text: never markup, never an escape."""
+    return Text(visible(str(value)))
 
 
 def _context(call: Call, decode: Callable[[list[int]], str] | None) -> list[Segment]:
