@@ -48,8 +48,8 @@ EXTRAS = {
 
 # What to do when the operating system says no.
 CURES = {
-    errno.ENOSPC: "make room there, then run the same command again",
-    errno.EDQUOT: "make room there, then run the same command again",
+    errno.ENOSPC: "make room on the disk that is written to, then run the same command again",
+    errno.EDQUOT: "make room on the disk that is written to, then run the same command again",
     errno.EACCES: "change its permissions, or name another path",
     errno.EPERM: "change its permissions, or name another path",
     errno.EROFS: "name a path on a disk that can be written",

@@ -42,7 +42,9 @@ ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file of 
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --out, exactly where it stopped.")]
 TaskFile = Annotated[Path | None, typer.Option(help="Task file (.jsonl, .parquet); the built-in world if left out.")]
 Corpus = Annotated[str | None, typer.Option(help="Corpus .jsonl to search, or URL of a retrieval server.")]
-Questions = Annotated[int, typer.Option("--num-questions", "-n", help="Questions a task, in the built-in world.")]
+Questions = Annotated[
+    int, typer.Option("--num-questions", "-n", min=1, help="Questions a task, in the built-in world.")
+]
 WorldName = Annotated[str, typer.Option(help="Preset of the built-in world.")]
 Split = Annotated[str | None, typer.Option(help="Only tasks of this split.")]
 Memory = Annotated[str, typer.Option(help="Memory policy: consolidate, full, window:K.")]
@@ -59,8 +61,10 @@ def sft(
     episodes: Annotated[Path | None, typer.Option(help="Demonstrations; played by the oracle if left out.")] = None,
     tasks: TaskFile = None,
     corpus: Corpus = None,
-    demonstrations: Annotated[int, typer.Option(help="Tasks that the oracle plays.")] = 2000,
-    exercises: Annotated[int, typer.Option(help="Copying exercises from the corpus, mixed in; for new models.")] = 0,
+    demonstrations: Annotated[int, typer.Option(min=1, help="Tasks that the oracle plays.")] = 2000,
+    exercises: Annotated[
+        int, typer.Option(min=0, help="Copying exercises from the corpus, mixed in; for new models.")
+    ] = 0,
     num_questions: Questions = 2,
     world: WorldName = "default",
     split: Split = None,

@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar, cast, get_args, get_type_hints
 
 import torch
 import yaml
+from transformers import TrainingArguments
 from trl.scripts.utils import TrlParser
 from trl.trainer.base_config import _BaseConfig
 from trl.trainer.sft_config import SFTConfig
@@ -68,6 +69,9 @@ class MemOPDSFTConfig(SFTConfig):
         self.dataset_kwargs = {"skip_prepare_dataset": True}
         super().__post_init__()
         _check_choices(self, MemOPDSFTConfig)
+        _check_optimisation(self)
+        for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         _require(self.max_seconds >= 0, "max_seconds", self.max_seconds, "0 (no limit) or a number of seconds")
         _require(not self.packing, "packing", self.packing, "false: rows are calls, and calls may not see each other")
 
@@ -227,6 +231,7 @@ class MemOPDConfig(_BaseConfig):
             self.ddp_find_unused_parameters = False  # the head is used after the forward pass, which DDP would misread
         self.max_steps = self.iterations * self.steps_per_iteration
         super().__post_init__()
+        _check_optimisation(self)
 
     @property
     def mini_batches(self) -> int:
@@ -334,6 +339,8 @@ def _read_yaml(file: Path) -> dict:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
     except FileNotFoundError as problem:
         raise ConfigError(f"no such configuration file: {file}") from problem
+    except UnicodeDecodeError as problem:
+        raise ConfigError(f"{file} is not UTF-8 text; save it as UTF-8") from problem
     except yaml.YAMLError as problem:
         raise ConfigError(f"{file} is not valid YAML: {problem}") from problem
     if values is None:
@@ -358,6 +365,16 @@ def _nearest(name: str, known: set[str]) -> str:
 def _require(holds: bool, name: str, value: object, wanted: str) -> None:
     if not holds:
         raise ConfigError(f"{name} is {value!r}; it must be {wanted}")
+
+
+def _check_optimisation(args: TrainingArguments) -> None:
+    """What torch and transformers would refuse only after the models are loaded, or not at all."""
+    _require(0 <= args.seed < 2**32, "seed", args.seed, "between 0 and 2**32 - 1")
+    _require(0 <= args.learning_rate < math.inf, "learning_rate", args.learning_rate, "0 or a positive number")
+    for name in ("adam_beta1", "adam_beta2"):
+        _require(0 <= getattr(args, name) < 1, name, getattr(args, name), "at least 0 and below 1")
+    for name in ("weight_decay", "max_grad_norm", "adam_epsilon"):
+        _require(getattr(args, name) >= 0, name, getattr(args, name), "0 or more")
 
 
 def _check_choices(config: object, kind: type) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from memopd_agents.pretrained import load_causal_lm, load_tokenizer
 from memopd_env.errors import ConfigError
 from memopd_train.checkpoint import no_progress_bars
 from memopd_train.smallmodel import ModelShape, learned_tokenizer, new_model, terse_world_tokenizer
@@ -47,10 +48,7 @@ def open_tokenizer(spec: str) -> PreTrainedTokenizerBase:
     Raises:
         ConfigError: If there is none.
     """
-    try:
-        return AutoTokenizer.from_pretrained(spec)
-    except (OSError, ValueError) as problem:
-        raise ConfigError(f"no tokenizer in {spec!r}: {str(problem).splitlines()[0]}") from problem
+    return load_tokenizer(spec)
 
 
 def load_model(spec: str, *, frozen: bool = False) -> PreTrainedModel:
@@ -67,11 +65,5 @@ def load_model(spec: str, *, frozen: bool = False) -> PreTrainedModel:
     if Path(spec).exists() and not (Path(spec) / "config.json").is_file():
         raise ConfigError(f"{spec} is not a model: it has no config.json; the model of a run is in its folder model/")
     dtype = "auto" if frozen and torch.cuda.is_available() else torch.float32
-    try:
-        with no_progress_bars():
-            return AutoModelForCausalLM.from_pretrained(spec, dtype=dtype)
-    except (OSError, ValueError) as problem:
-        raise ConfigError(
-            f"cannot load model {spec!r}: {str(problem).splitlines()[0]} "
-            "Give a folder with config.json and weights, a hub name, or new:small"
-        ) from problem
+    with no_progress_bars():
+        return load_causal_lm(spec, dtype=dtype)

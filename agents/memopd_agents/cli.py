@@ -18,11 +18,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import memopd_agents.inspection as inspection
 from memopd_agents.agent import Agent, agent_factory
-from memopd_agents.episode import Episode, read_episodes
+from memopd_agents.episode import Episode, EpisodeFileError, read_episodes
 from memopd_agents.evaluation import EPISODES, RESULT, format_table
 from memopd_agents.evaluation import evaluate as run_evaluation
 from memopd_agents.human import HumanAgent
-from memopd_agents.rollout import RolloutError
+from memopd_agents.pretrained import load_causal_lm, load_tokenizer
 from memopd_agents.seeds import episode_seed
 from memopd_agents.terminal import History, context_view, forgotten_next, visible
 from memopd_env.env import MemOPDEnv
@@ -148,8 +148,9 @@ def evaluate(
                 counter_name=counter_name,
                 on_episode=on_episode,
             )
-        except (RolloutError, OSError, KeyboardInterrupt):
-            if (out / EPISODES).is_file():
+        except (Exception, KeyboardInterrupt) as error:
+            # Nothing goes on from a folder that is refused.
+            if (out / EPISODES).is_file() and not isinstance(error, (ConfigError, EpisodeFileError)):
                 console.print(f"Finished episodes are in {_shown(out)}; the same command again goes on from there.")
             raise
     Console().print(format_table([result], title=f"{env}, {_shown(memory)}"))
@@ -290,22 +291,22 @@ def _policy(
 ) -> PolicyAgent:
     try:
         import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
     except ModuleNotFoundError as error:
         raise MissingExtraError(str(error.name), "train") from error
 
     from memopd_agents.engines import HFEngine, SamplingParams
     from memopd_agents.policy import PolicyAgent
 
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        # fp32 on a CPU: half precision is emulated there, slower and less exact.
-        dtype = torch.float32 if place == "cpu" else "auto"
-        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load the model in {folder}: {str(error).splitlines()[0]}") from error
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
+        torch.empty(1, device=place)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"--device {place!r}: {str(error).splitlines()[0]}; use cpu, cuda or cuda:N") from error
+    tokenizer = load_tokenizer(folder)
+    # fp32 on a CPU: half precision is emulated there, slower and less exact.
+    dtype = torch.float32 if place == "cpu" else "auto"
+    loaded: Any = load_causal_lm(folder, dtype=dtype, use_safetensors=True)
     engine = HFEngine(loaded.to(place).eval(), tokenizer, batch)
     return PolicyAgent(engine, tokenizer, sampling, tags=core.tags)
 
@@ -313,21 +314,10 @@ def _policy(
 def _token_counter(name: str | None) -> tuple[Callable[[str], int] | None, str]:
     if name is None:
         return None, ""
-    tokenizer = _tokenizer(name)
+    tokenizer = load_tokenizer(name)
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False)), f"tokenizer {name}"
 
 
 def _decoder(name: str) -> Callable[[list[int]], str]:
-    tokenizer = _tokenizer(name)
+    tokenizer = load_tokenizer(name)
     return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
-
-
-def _tokenizer(name: str) -> Any:
-    try:
-        from transformers import AutoTokenizer
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("transformers", "train") from error
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load tokenizer {name!r}: {str(error).splitlines()[0]}") from error

@@ -13,7 +13,7 @@ def quickstart(
     out: Annotated[Path, typer.Option(help="Folder of everything it writes; the same folder continues.")] = Path(
         "runs/quickstart"
     ),
-    seed: Annotated[int, typer.Option(help="Seed of the world, the weights and the play.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the world, the weights and the play.")] = 0,
     smoke: Annotated[
         bool, typer.Option("--smoke", help="Every stage in small: checks the set-up, teaches nothing.")
     ] = False,

@@ -27,7 +27,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from transformers import (
-    AutoModelForCausalLM,
     PreTrainedModel,
     TrainerCallback,
     TrainerControl,
@@ -39,6 +38,7 @@ from memopd_agents import OracleAgent, PolicyAgent, RandomAgent
 from memopd_agents.engines import HFEngine, SamplingParams
 from memopd_agents.episode import Episode
 from memopd_agents.evaluation import evaluate
+from memopd_agents.pretrained import load_causal_lm
 from memopd_agents.rollout import rollout
 from memopd_env import MemOPDEnv, Task
 from memopd_env.errors import ConfigError
@@ -295,7 +295,12 @@ class Quickstart:
 
 
 def _load(folder: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder)
+    try:
+        return load_causal_lm(str(folder))
+    except ConfigError as problem:
+        raise ConfigError(
+            f"{problem}. To train it anew, remove {folder.parent} and run the same command again"
+        ) from problem
 
 
 def run_quickstart(
@@ -352,7 +357,7 @@ class _Clock:
     def __init__(self, quickstart: Quickstart) -> None:
         self._path = quickstart.out / "quickstart.json"
         protocol = {"seed": quickstart.seed, "recipe": json.loads(json.dumps(asdict(quickstart.recipe)))}
-        held = json.loads(self._path.read_text()) if self._path.exists() else {**protocol, "seconds": {}}
+        held = self._read() if self._path.exists() else {**protocol, "seconds": {}}
         if any(held[key] != protocol[key] for key in protocol):
             raise ConfigError(
                 f"{quickstart.out} holds a quickstart with another seed or recipe: use another --out, or remove it"
@@ -368,6 +373,13 @@ class _Clock:
         finally:
             self.seconds[stage] = round(before + time.monotonic() - started, 1)
             self._save()
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            held = json.loads(self._path.read_text())
+            return {"seed": held["seed"], "recipe": held["recipe"], "seconds": dict(held["seconds"])}
+        except (ValueError, TypeError, KeyError) as problem:
+            raise ConfigError(f"{self._path} is damaged: use another --out, or remove it") from problem
 
     def _save(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -57,6 +57,22 @@ def test_evaluation_of_a_model_folder(files, tmp_path):
     assert "episode 0, call 1 of 6" in text and "8 tokens after" in text
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--device", "xpu9", "use cpu, cuda"),
+        ("--temperature", "nan", "temperature is nan"),
+        ("--top-p", "0", "top_p is 0"),
+    ],
+)
+def test_option_of_a_model_that_makes_no_sense_is_named(files, tmp_path, option, value, message):
+    tokenizer = make_tokenizer()
+    make_model(tokenizer).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match=message):
+        run(cli.evaluate, *files, "--out", tmp_path / "out", "--agent", tmp_path / "model", option, value)
+
+
 def test_text_agent_is_measured_by_the_tokenizer_named(files, tmp_path):
     make_tokenizer().save_pretrained(tmp_path / "tokenizer")
     run(cli.evaluate, *files, "--out", tmp_path / "out", "--episodes", 1, "--tokenizer", tmp_path / "tokenizer")
@@ -89,11 +105,27 @@ def test_mistake_in_the_file_is_named(tmp_path, content, message):
         (["--env", "MemOPD-Q3"], "no environment 'MemOPD-Q3': use MemOPD-WikiRAG"),
         (["--agent", "runs/gone/model"], "not a model folder"),
         (["--agent", "random", "--agent-arg", "x"], "write NAME=VALUE"),
+        (["--agent", "random", "--agent-arg", "x=["], "not YAML"),
     ],
 )
 def test_mistake_in_a_flag_is_named(files, tmp_path, arguments, message):
     with pytest.raises(ConfigError, match=message):
         run(cli.evaluate, *files, "--out", tmp_path, *arguments)
+
+
+@pytest.mark.parametrize(
+    "option", ["--episodes", "--workers", "--max-active", "--max-tokens", "--top-k", "--max-turns"]
+)
+def test_number_that_makes_no_sense_is_a_usage_error(files, tmp_path, option):
+    run(cli.evaluate, *files, "--out", tmp_path / "out", option, "0", status=2)
+    assert not (tmp_path / "out").exists()
+
+
+def test_refused_folder_is_not_said_to_go_on(files, tmp_path, capsys):
+    run(cli.evaluate, *files, "--out", tmp_path, "--episodes", "1")
+    with pytest.raises(ConfigError, match="use another folder"):
+        run(cli.evaluate, *files, "--out", tmp_path, "--episodes", "1", "--seed", "5")
+    assert "goes on" not in capsys.readouterr().err
 
 
 def test_person_plays_an_episode(files):

@@ -117,3 +117,35 @@ def test_writing_replaces_a_file_only_once_all_is_written(tmp_path):
     with pytest.raises(OSError, match="disk full"):
         write_episodes(path, failing())
     assert list(read_episodes(path)) == [episode(0)]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("number", "0"),
+        ("number", None),
+        ("number", True),
+        ("reward", "1"),
+        ("info", None),
+        ("info", []),
+        ("seed", "x"),
+        ("task_id", None),
+        ("seconds", "x"),
+        ("prompt_ids", ["a"]),
+        ("action_ids", None),
+        ("action_ids", [-1]),
+        ("logprobs", ["x"]),
+        ("text", None),
+        ("usage", []),
+        ("finish_reason", 3),
+        ("context", [["nonsense", 0, "text"]]),
+        ("context", [["task", -1, None]]),
+        ("segments", [{"kind": "task", "turn": -1, "start": 0, "end": 1, "exact": 1}]),
+        ("segments", [{"kind": "nonsense", "turn": -1, "start": 0, "end": 1}]),
+    ],
+)
+def test_field_that_holds_something_else_is_named(field, value):
+    record = json.loads(episode(0).to_json())
+    (record if field in record else record["calls"][0])[field] = value
+    with pytest.raises(ValueError, match=f"{field}|exact|kind of a segment"):
+        Episode.from_json(json.dumps(record))

@@ -97,3 +97,17 @@ def test_table_shows_every_agent_with_its_interval(make_env, tasks, tmp_path):
         console.print(format_table(results))
     text = capture.get()
     assert "2.00±0.00" in text and "random" in text and "sums over 2 questions" in text
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\x00", b"[]", b"null", b"{}", b'{"wall_time_s": "long"}'])
+def test_damaged_protocol_is_named(make_env, tmp_path, content):
+    (tmp_path / "run.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"run\.json is damaged"):
+        evaluate(RandomAgent, make_env, [0], tmp_path, name="random")
+
+
+@pytest.mark.parametrize("change", [{"seed": -1}, {"workers": 0}, {"max_active": 0}, {"task_indices": []}])
+def test_numbers_that_make_no_sense_are_refused_before_anything_is_played(make_env, tmp_path, change):
+    with pytest.raises(ConfigError, match="there must be an episode"):
+        evaluate(RandomAgent, make_env, **{"task_indices": [0], "out": tmp_path, "name": "random", **change})
+    assert not list(tmp_path.iterdir())

@@ -36,6 +36,19 @@ def test_another_recipe_or_seed_in_the_same_folder_is_refused(tmp_path):
         run_quickstart(tmp_path, seed=2, recipe=SMALL)
 
 
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"seed": 0, "recipe": {}, "seconds": 3}'])
+def test_a_damaged_record_of_the_folder_is_named(tmp_path, content):
+    (tmp_path / "quickstart.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"quickstart\.json is damaged"):
+        run_quickstart(tmp_path, recipe=SMALL)
+
+
+def test_a_damaged_model_is_named_with_the_folder_to_remove(tmp_path):
+    (tmp_path / "base" / "model").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"remove \S*base and run the same command again"):
+        run_quickstart(tmp_path, recipe=SMALL)
+
+
 @pytest.mark.slow
 def test_the_command_goes_on_where_it_was_interrupted(tmp_path):
     out = tmp_path / "quickstart"

@@ -100,3 +100,32 @@ def test_every_own_option_is_documented():
         options = own_options(kind)
         assert len(options) > 8
         assert all(text.endswith(".") for _, _, text in options)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("seed", -1),
+        ("learning_rate", float("nan")),
+        ("learning_rate", float("inf")),
+        ("learning_rate", -1.0),
+        ("adam_beta2", 1.0),
+        ("max_grad_norm", float("nan")),
+    ],
+)
+@pytest.mark.parametrize("kind", [MemOPDConfig, MemOPDSFTConfig])
+def test_what_no_optimiser_can_do_is_refused_before_a_model_is_loaded(kind, option, value):
+    with pytest.raises(ConfigError, match=option):
+        kind(**{"use_cpu": True, option: value})
+
+
+@pytest.mark.parametrize("option", ["per_device_train_batch_size", "gradient_accumulation_steps"])
+def test_a_batch_of_nothing_is_refused(option):
+    with pytest.raises(ConfigError, match=option):
+        MemOPDSFTConfig(use_cpu=True, **{option: 0})
+
+
+def test_a_file_that_is_not_text_is_named(tmp_path):
+    (tmp_path / "run.yaml").write_bytes(b"\xe9: 1\n")
+    with pytest.raises(ConfigError, match=r"run\.yaml is not UTF-8"):
+        load_config(MemOPDConfig, file=tmp_path / "run.yaml")

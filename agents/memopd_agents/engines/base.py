@@ -6,11 +6,12 @@ needs to keep every environment busy without waiting for the slowest one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from memopd_env.errors import MemOPDError
+from memopd_env.errors import ConfigError, MemOPDError
 
 
 class PromptTooLongError(MemOPDError, ValueError):
@@ -48,6 +49,21 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse values that no distribution has.
+
+        Raises:
+            ConfigError: Names the value.
+        """
+        if self.max_tokens < 1:
+            raise ConfigError(f"max_tokens is {self.max_tokens}; it must be at least 1")
+        if not 0 <= self.temperature < math.inf:
+            raise ConfigError(f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (off)")
+        if self.top_k < 0:
+            raise ConfigError(f"top_k is {self.top_k}; it must be 0 (off) or more")
 
 
 @dataclass(frozen=True)
