@@ -2,9 +2,9 @@
 
 One iteration, top to bottom:
 
-1. *play*: the engine samples ``episodes_per_iteration`` episodes from the student's present weights; 2. *prepare*: the
-episodes become packs; student, critic and the frozen models are asked once for every sampled token in exactly
-   the state it was sampled in; GAE and whitening give advantages;
+1. *play*: the engine samples ``episodes_per_iteration`` episodes from the student's present weights;
+2. *prepare*: the episodes become packs; student, critic and the frozen models are asked once for every sampled token in
+   exactly the state it was sampled in; GAE and whitening give advantages;
 3. *learn*: for each epoch and mini-batch one optimiser step on PPO + value + entropy + distillation;
 4. *measure*: one line in ``metrics.jsonl``, alarms, and every so often an evaluation on held-out tasks.
 

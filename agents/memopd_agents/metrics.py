@@ -8,8 +8,7 @@ are measured in tokens:
 
 - peak tokens: the largest call of an episode, prompt plus action;
 - dependency: the sum over calls of (n_prompt + n_action / 2) · n_action, the number of (query, key) pairs of the
-sampled tokens
-  (MEM1, arXiv 2506.15841).
+  sampled tokens (MEM1, arXiv 2506.15841).
 
 Every figure has a 95 % interval by the percentile bootstrap over episodes. An episode that a retriever failure ended
 enters none of them; it is counted apart.
