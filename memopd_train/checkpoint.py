@@ -17,14 +17,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from safetensors import SafetensorError
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 from transformers.utils import logging as transformers_logging
 
 from memopd_train.errors import CheckpointError
 
 STAGING = ".saving"
+_TORCH_WRITES = ("inline_container", "PytorchStreamWriter")
 
 
 def last_checkpoint(run: str | Path) -> Path | None:
@@ -41,11 +44,14 @@ def checkpoint_to_resume(run: str | Path, resume: bool) -> Path | None:
         resume: Continue what is there; otherwise the folder must hold no run.
 
     Raises:
-        CheckpointError: If the folder holds a run that would be overwritten.
+        CheckpointError: If the folder holds a run that would be overwritten, or whose newest checkpoint is damaged.
     """
     found = last_checkpoint(run)
     if found is not None and not resume:
         raise CheckpointError(f"{run} already holds a run ({found.name}); resume it or choose another folder")
+    if found is not None:
+        with reading(found):
+            TrainerState.load_from_json(str(found / TRAINER_STATE_NAME))
     return found
 
 
@@ -88,14 +94,15 @@ class AtomicCheckpoints(Trainer):
             shutil.rmtree(self._staging, ignore_errors=True)
             self._staging.mkdir(parents=True)
         self.accelerator.wait_for_everyone()
+        name = f"checkpoint-{self.state.global_step}"
         try:
-            super()._save_checkpoint(model, trial)
-            self._save_extra(self._staging / f"checkpoint-{self.state.global_step}")
+            with _writing(self._staging, run / name):
+                super()._save_checkpoint(model, trial)
+                self._save_extra(self._staging / name)
         finally:
             staging, self._staging = self._staging, None
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            name = f"checkpoint-{self.state.global_step}"
             publish(staging / name, run / name)
             shutil.rmtree(staging, ignore_errors=True)
             rotate_checkpoints(str(run), self.args.save_total_limit)
@@ -117,17 +124,69 @@ class AtomicCheckpoints(Trainer):
         staged = folder.with_name(f".{folder.name}.saving")
         if self.args.should_save:
             shutil.rmtree(staged, ignore_errors=True)
-        self.save_model(str(staged), _internal_call=True)
+        with _writing(staged, folder):
+            self.save_model(str(staged), _internal_call=True)
         if self.args.should_save:
             publish(staged, folder)
         self.accelerator.wait_for_everyone()
         return folder
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        with reading(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with reading(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with reading(checkpoint):
+            super()._load_rng_state(checkpoint)
 
     def create_model_card(self, *args: object, **kwargs: object) -> None:
         """Write no card: a checkpoint holds what resuming needs, and nothing looks up a hub."""
 
     def _send_telemetry(self) -> None:
         """No telemetry."""
+
+
+@contextmanager
+def _writing(staged: Path, final: Path) -> Iterator[None]:
+    """Turn a full or failing disk into one error, and give back the space of what was half written.
+
+    Raises:
+        CheckpointError: Names the folder that could not be written.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as problem:
+        # torch says "inline_container.cc" or "PytorchStreamWriter" where it means that a file could not be written.
+        if type(problem) is RuntimeError and not any(sign in str(problem) for sign in _TORCH_WRITES):
+            raise
+        shutil.rmtree(staged, ignore_errors=True)
+        raise CheckpointError(
+            f"cannot write {final} ({str(problem).splitlines()[0]}): make room on that disk, then run the same command "
+            "again; it goes on from the checkpoint before"
+        ) from problem
+
+
+@contextmanager
+def reading(checkpoint: str | Path | None) -> Iterator[None]:
+    """Turn whatever a damaged file of a checkpoint raises into one error.
+
+    Raises:
+        CheckpointError: Names the checkpoint.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as problem:
+        reason = (str(problem).splitlines() or [""])[0]
+        raise CheckpointError(
+            f"cannot read {checkpoint} ({type(problem).__name__}: {reason}): if it is damaged, remove it, and the run "
+            "goes on from the checkpoint before"
+        ) from problem
 
 
 @contextmanager

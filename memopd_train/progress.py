@@ -76,11 +76,14 @@ def read_metrics(path: str | Path) -> list[dict]:
     if not path.exists():
         return []
     lines = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().splitlines():
         try:
-            lines.append(json.loads(line))
-        except json.JSONDecodeError:
+            record = json.loads(line)
+        except ValueError:
             break
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            break
+        lines.append(record)
     return lines
 
 

@@ -29,7 +29,7 @@ from trl.trainer.base_trainer import _BaseTrainer
 
 from memopd_agents.episode import Episode, read_episodes, write_episodes
 from memopd_env.tasks.task import Task
-from memopd_train.checkpoint import AtomicCheckpoints, Interrupt
+from memopd_train.checkpoint import AtomicCheckpoints, Interrupt, reading
 from memopd_train.config import MemOPDConfig
 from memopd_train.errors import CheckpointError
 from memopd_train.experience import Experience
@@ -185,7 +185,8 @@ class Run(AtomicCheckpoints, _BaseTrainer):
         if self.update == 0:
             return None
         self.episodes = list(read_episodes(checkpoint / f"episodes-{args.process_index}.jsonl"))
-        known = load_file(checkpoint / f"experience-{args.process_index}.safetensors")
+        with reading(checkpoint):
+            known = load_file(checkpoint / f"experience-{args.process_index}.safetensors")
         return {name: tensor.to(args.device) for name, tensor in known.items()}
 
     def finish(self) -> None:
@@ -194,10 +195,11 @@ class Run(AtomicCheckpoints, _BaseTrainer):
             self._metrics_log.close()
 
     def _read_place(self, checkpoint: Path) -> dict[str, Any]:
-        try:
+        if not (checkpoint / PLACE).exists():
+            raise CheckpointError(f"{checkpoint} is not a checkpoint of this trainer: it has no {PLACE}")
+        with reading(checkpoint):
             place = json.loads((checkpoint / PLACE).read_text(encoding="utf-8"))
-        except FileNotFoundError as problem:
-            raise CheckpointError(f"{checkpoint} is not a checkpoint of this trainer: it has no {PLACE}") from problem
+            place = {name: place[name] for name in ("iteration", "update", "line", "updates", "tasks", "world_size")}
         if place["tasks"] != self._tasks_digest():
             raise CheckpointError(
                 f"{checkpoint} was trained on other tasks; give the tasks it was started with, or another output_dir"
@@ -277,4 +279,5 @@ class Run(AtomicCheckpoints, _BaseTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, self.actor)
-        self.actor_critic.critic.load_state_dict(load_file(Path(resume_from_checkpoint) / CRITIC_WEIGHTS))
+        with reading(resume_from_checkpoint):
+            self.actor_critic.critic.load_state_dict(load_file(Path(resume_from_checkpoint) / CRITIC_WEIGHTS))

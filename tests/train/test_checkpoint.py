@@ -4,6 +4,7 @@ import os
 import signal
 
 import pytest
+from transformers import TrainerState
 
 from memopd_train.checkpoint import checkpoint_to_resume, last_checkpoint, publish, stop_on_signal
 from memopd_train.errors import CheckpointError
@@ -24,6 +25,7 @@ def test_the_newest_checkpoint_is_the_one_of_the_highest_step(tmp_path):
     assert last_checkpoint(tmp_path / "nowhere") is None
     for name in ("checkpoint-9", "checkpoint-10", "checkpoint-x", ".saving"):
         (tmp_path / name).mkdir()
+        TrainerState().save_to_json(str(tmp_path / name / "trainer_state.json"))
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
     assert checkpoint_to_resume(tmp_path, resume=True) == tmp_path / "checkpoint-10"
     with pytest.raises(CheckpointError, match="checkpoint-10"):

@@ -1,6 +1,8 @@
 """A run that was stopped, however, ends with the weights of the run that was not."""
 
+import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,10 +11,12 @@ import threading
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from memopd_env import Task
+from memopd_env.errors import MemOPDError
 from memopd_train import checkpoint as checkpoint_module
 from memopd_train.errors import CheckpointError, TrainingInterrupted
 from memopd_train.progress import read_metrics
@@ -161,3 +165,62 @@ def test_kill_minus_nine_at_a_random_step_changes_no_bit(colours, uninterrupted,
     finished = run(-1)
     assert finished.returncode == 0, finished.stderr.decode()
     assert same_bits(finals(uninterrupted), finals(out)), f"killed at step {kill_at}"
+
+
+FILES = ("model.safetensors", "critic.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth")
+FILES += ("trainer_state.json", "memopd.json", "episodes-0.jsonl", "experience-0.safetensors")
+
+
+@pytest.fixture(scope="module")
+def stopped(colours, tmp_path_factory):
+    """The folder of a run that stopped in the middle of an iteration."""
+    out = tmp_path_factory.mktemp("stopped")
+    with pytest.raises(RuntimeError, match="crash"):
+        colours.trainer(out, teacher=colours.stranger(), callbacks=[Crash(3)], **OPTIONS).train()
+    return out
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_damaged_file_of_a_checkpoint_is_one_error_that_names_it(colours, stopped, tmp_path, file):
+    out = shutil.copytree(stopped, tmp_path / "run")
+    newest = checkpoint_module.last_checkpoint(out)
+    assert (newest / file).exists()
+    (newest / file).write_bytes(b"\x00junk\n")
+    trainer = colours.trainer(out, teacher=colours.stranger(), **OPTIONS)
+    with pytest.raises(MemOPDError, match=newest.name):
+        trainer.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+        SafetensorError("I/O error: No space left on device"),
+        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 6656 vs 6548"),
+    ],
+    ids=lambda problem: type(problem).__name__,
+)
+def test_a_full_disk_is_one_error_and_leaves_no_half_of_a_checkpoint(colours, tmp_path, monkeypatch, problem):
+    trainer = colours.trainer(tmp_path, teacher=colours.stranger(), **{**OPTIONS, "save_steps": 2})
+
+    def full(folder):
+        type(trainer)._save_extra(trainer, folder)
+        if trainer.state.global_step == 4:
+            raise problem
+
+    monkeypatch.setattr(trainer, "_save_extra", full)
+    with pytest.raises(CheckpointError, match=r"cannot write .*checkpoint-4.*make room"):
+        trainer.train()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "metrics.jsonl"]
+    assert checkpoint_module.checkpoint_to_resume(tmp_path, resume=True) == tmp_path / "checkpoint-2"
+
+
+def test_an_error_that_is_not_the_disks_passes_through_a_save(colours, tmp_path, monkeypatch):
+    trainer = colours.trainer(tmp_path, teacher=colours.stranger(), **OPTIONS)
+
+    def broken(folder):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(trainer, "_save_extra", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        trainer.train()
