@@ -1,17 +1,19 @@
-"""Recall, size and speed of every kind of index against exact search.
+"""Recall, size and speed of every kind of index against exact search, on passages of the built-in world.
 
-Run ``python -m memopd_benchmarks.speed.retrieval_kinds --count 100000``. The vectors are made by a generator, not by a
-model (encoding a million passages takes a CPU hours): topics around random directions, each with subtopics, and within
-a subtopic variation along a few dozen directions and a little noise in all, as sentence embeddings have. Queries are
-new points of the same distribution, each near some passages and equal to none.
+Run ``python -m memopd_benchmarks.speed.retrieval_kinds --count 100000``. The world generator writes the passages, an
+encoder makes their vectors once, and every kind indexes the same ones; queries are the world's questions. The default
+encoder hashes words (a million passages through a transformer take a CPU hours); ``--encoder minilm`` and the like
+measure what a model's vectors give.
 
 ``recall`` is recall@3 against exact search; ``bytes`` is the index that a search needs in memory, ``refine_bytes`` what
-stays on disk to re-order candidates.
+stays on disk to re-order candidates. A kind's line is also printed as soon as it is known.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -20,49 +22,45 @@ from typing import Any
 import numpy as np
 
 from memopd_benchmarks.speed.retrieval_harness import machine, write
+from memopd_env.retrieval.encoders import Encoder, load_encoder
 from memopd_env.retrieval.index import INDEX, REFINE, VectorIndex, read_index
 from memopd_env.retrieval.indexing import write_vectors
 from memopd_env.retrieval.kinds import KINDS
 from memopd_env.retrieval.recall import exact, recall, tune
+from memopd_env.tasks.world import World, WorldConfig
 
-_BLOCK = 50_000
+_BLOCK = 10_000
 
 
-class Generator:
-    """Clustered unit vectors.
+def world_vectors(work: Path, count: int, encoder: Encoder, queries: int) -> tuple[np.ndarray, np.ndarray]:
+    """Encode a world's passages and questions.
 
     Args:
-        dim: Numbers in a vector.
-        topics: Number of topics.
-        seed: Of everything.
+        work: Where the passages' vectors go, memory-mapped.
+        count: Passages.
+        encoder: Makes the vectors.
+        queries: Questions, each about another passage.
+
+    Returns:
+        Passages float16 (count, dim) and questions float32 (queries, dim).
     """
-
-    def __init__(self, dim: int, topics: int = 500, seed: int = 0) -> None:
-        self._rng = np.random.default_rng(seed)
-        self._dim = dim
-        self._topics = self._rng.standard_normal((topics, dim)).astype(np.float32)
-        self._basis = self._rng.standard_normal((topics, 24, dim)).astype(np.float32) / np.sqrt(24)
-
-    def draw(self, count: int) -> np.ndarray:
-        """New vectors, float32 (count, dim)."""
-        topic = np.sort(self._rng.integers(0, len(self._topics), count))
-        weights = self._rng.standard_normal((count, 24)).astype(np.float32)
-        vectors = self._topics[topic] + 0.15 * self._rng.standard_normal((count, self._dim)).astype(np.float32)
-        edges = np.searchsorted(topic, np.arange(len(self._topics) + 1))
-        for number in range(len(self._topics)):
-            part = slice(edges[number], edges[number + 1])
-            vectors[part] += 0.8 * weights[part] @ self._basis[number]
-        vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-        return vectors[self._rng.permutation(count)]
+    world = World(WorldConfig.preset("default", passages=count))
+    vectors = np.memmap(work / "vectors.bin", np.float16, "w+", shape=(count, encoder.dim))
+    for start in range(0, count, _BLOCK):
+        texts = [world.passage(number).contents for number in range(start, min(start + _BLOCK, count))]
+        vectors[start : start + len(texts)] = encoder.encode_passages(texts)
+    rng = np.random.default_rng(0)
+    asked = [world.question(int(number), slot % 4).text for slot, number in enumerate(rng.integers(0, count, queries))]
+    return vectors, encoder.encode_queries(asked)
 
 
-def measure(work: Path, count: int, dim: int, kinds: list[str], queries: int, wanted: float) -> dict[str, Any]:
+def measure(work: Path, count: int, encoder: Encoder, kinds: list[str], queries: int, wanted: float) -> dict[str, Any]:
     """Build and measure each kind.
 
     Args:
         work: Where files go; they are removed kind by kind.
-        count: Vectors.
-        dim: Numbers in a vector.
+        count: Passages.
+        encoder: Makes the vectors.
         kinds: Which kinds.
         queries: Queries that recall is measured on; half set the effort, the other half are reported.
         wanted: Recall that the search effort is set for.
@@ -70,11 +68,8 @@ def measure(work: Path, count: int, dim: int, kinds: list[str], queries: int, wa
     Returns:
         The report, one entry per kind.
     """
-    generator = Generator(dim)
-    vectors = np.memmap(work / "vectors.bin", np.float16, "w+", shape=(count, dim))
-    for start in range(0, count, _BLOCK):
-        vectors[start : start + _BLOCK] = generator.draw(min(_BLOCK, count - start))
-    asked = generator.draw(queries)
+    dim = encoder.dim
+    vectors, asked = world_vectors(work, count, encoder, queries)
     seen, unseen = asked[: queries // 2], asked[queries // 2 :]
     truth, _ = exact(vectors, unseen)
     entries = []
@@ -108,17 +103,18 @@ def measure(work: Path, count: int, dim: int, kinds: list[str], queries: int, wa
                 "ms_per_query_alone": round(1000 * single / 20, 3),
             }
         )
+        print(json.dumps(entries[-1]), file=sys.stderr, flush=True)
         del index, refine
         for path in (*index_files, work / REFINE):
             path.unlink(missing_ok=True)
     return {
         "benchmark": "retrieval_kinds",
         "setting": {
-            "count": count,
+            "passages": count,
+            "encoder": encoder.name,
             "dim": dim,
             "queries": len(unseen),
             "wanted_recall": wanted,
-            "vectors": "generated",
         },
         "machine": machine(),
         "kinds": entries,
@@ -136,15 +132,16 @@ def main() -> None:
     """Measure and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100_000)
-    parser.add_argument("--dim", type=int, default=384)
+    parser.add_argument("--encoder", default="hash:384", help="as for memopd retriever build")
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--queries", type=int, default=200)
     parser.add_argument("--wanted-recall", type=float, default=0.95)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    encoder = load_encoder(given.encoder)
     with tempfile.TemporaryDirectory() as folder:
         report = measure(
-            Path(folder), given.count, given.dim, given.kinds.split(","), given.queries, given.wanted_recall
+            Path(folder), given.count, encoder, given.kinds.split(","), given.queries, given.wanted_recall
         )
     write(report, given.out)
 
