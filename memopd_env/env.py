@@ -6,6 +6,7 @@ query it wants answered, ``finish_step`` takes the passages and does everything 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from enum import StrEnum
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
     from memopd_env.tasks.world import WorldConfig
 
 ON_RETRIEVER_ERROR = ("raise", "truncate")
+
+# A member's name is looked up slowly, and these are needed in every step.
+_SEARCH, _ANSWER, _INVALID = ActionKind.SEARCH, ActionKind.ANSWER, ActionKind.INVALID
+_INFORMATION = SegmentKind.INFORMATION
 
 
 class StopReason(StrEnum):
@@ -239,7 +244,7 @@ class MemOPDEnv(gym.Env[dict[str, Any], str]):
             raise gym.error.ResetNeeded("the episode has ended: call reset() before the next step")
         parsed = parse_action(action, self.tags)
         self._pending = (action, parsed)
-        return parsed.content if parsed.kind is ActionKind.SEARCH and not self._late() else None
+        return parsed.content if parsed.kind is _SEARCH and (self._deadline_s is None or not self._late()) else None
 
     def finish_step(
         self, passages: Sequence[Passage] | RetrievalError | None
@@ -262,20 +267,19 @@ class MemOPDEnv(gym.Env[dict[str, Any], str]):
         self._pending = None
         stop = self._stop_reason(parsed, failed)
         left = self.max_turns - len(self._turns) - 1
-        if parsed.kind is ActionKind.SEARCH:
+        if parsed.kind is _SEARCH:
             self._searches += 1
-        elif parsed.kind is ActionKind.INVALID:
+        elif parsed.kind is _INVALID:
             self._invalid_actions += 1
         self._turns.append(Turn(action, self._reply(parsed, None if failed else passages, left, stop)))
         observation, context = self._observe()
         info: dict[str, Any] = {"context": context, "task_id": self.task.id, "action": parsed.kind}
-        reward = 0.0
-        if stop is not None:
-            self._ended = True
-            info["episode"] = self._summary(parsed, stop)
-            reward = info["episode"]["em"]
+        if stop is None:
+            return observation, 0.0, False, False, info
+        self._ended = True
+        info["episode"] = self._summary(parsed, stop)
         terminated = stop in (StopReason.ANSWERED, StopReason.INVALID)
-        return observation, reward, terminated, stop is not None and not terminated, info
+        return observation, info["episode"]["em"], terminated, not terminated, info
 
     def render(self) -> str | None:
         """Return the context as the agent sees it (``ansi``)."""
@@ -284,38 +288,35 @@ class MemOPDEnv(gym.Env[dict[str, Any], str]):
         return "".join(segment.text for segment in self.memory.context(self._task_text, self._turns))
 
     def _late(self) -> bool:
-        return self._deadline_s is not None and time.monotonic() - self._started > self._deadline_s
+        return time.monotonic() - self._started > (self._deadline_s or math.inf)
 
     def _stop_reason(self, parsed: ParsedAction, failed: bool) -> StopReason | None:
         if failed:
             return StopReason.RETRIEVER_ERROR
-        if self._late():
+        if self._deadline_s is not None and self._late():
             return StopReason.DEADLINE
-        if parsed.kind is ActionKind.ANSWER:
+        if parsed.kind is _ANSWER:
             return StopReason.ANSWERED
-        if parsed.kind is ActionKind.INVALID and self._on_invalid == "terminate":
+        if parsed.kind is _INVALID and self._on_invalid == "terminate":
             return StopReason.INVALID
         return StopReason.MAX_TURNS if len(self._turns) + 1 >= self.max_turns else None
 
     def _reply(
         self, parsed: ParsedAction, passages: Sequence[Passage] | None, left: int, stop: StopReason | None
     ) -> str:
-        if parsed.kind is ActionKind.SEARCH and passages is not None:
+        if parsed.kind is _SEARCH and passages is not None:
             return self._renderer.passages(passages, left)
-        if parsed.kind is ActionKind.INVALID and stop is not StopReason.INVALID:
+        if parsed.kind is _INVALID and stop is not StopReason.INVALID:
             return self._renderer.invalid(parsed.reason, left)
         return ""
 
     def _observe(self) -> tuple[dict[str, Any], tuple[Segment, ...]]:
         context = self.memory.context(self._task_text, self._turns)
-        kept = context[1:]
-        information = ""
-        if kept and kept[-1].kind is SegmentKind.INFORMATION:
-            information = kept[-1].text
-            kept = kept[:-1]
+        last = context[-1]
+        kept, information = (context[1:-1], last.text) if last.kind is _INFORMATION else (context[1:], "")
         observation = {
             "task": context[0].text,
-            "memory": "".join([segment.text for segment in kept]),
+            "memory": kept[0].text if len(kept) == 1 else "".join([segment.text for segment in kept]),
             "information": information,
             "turns_left": self.max_turns - len(self._turns),
         }

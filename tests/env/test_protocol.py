@@ -171,6 +171,15 @@ def test_braces_in_data_are_data():
     assert "Doc 1(Title: {title}) {0.__class__} {tags}" in text
 
 
+def test_a_document_template_may_repeat_reorder_and_format_its_fields():
+    templates = Instructions(
+        task="{questions}", document="{{{k:02d}}} {text!r} {title:>5}{title}", document_joiner=" {{}}{{0}} "
+    )
+    passages = [Passage("0", "A", "x {y}"), Passage("1", "B{}", "z")]
+    told = Renderer(templates).passages(passages, 3)
+    assert "{01} 'x {y}'     AA {}{0} {02} 'z'   B{}B{}" in told
+
+
 def test_instructions_by_name_template_or_object():
     assert instructions("terse") is TERSE
     assert Renderer(instructions("{num_questions}: {questions}!")).task(TASK) == "2: 1. Who wrote it?\n2. Where {0}?!"
