@@ -1,13 +1,15 @@
 """Two agents that need no model: one that plays perfectly by the rules, one that plays at random.
 
-The oracle knows what would count as right, but it may only write down what it has read: it searches, looks for an
-accepted answer in the information it got, carries what it found in its memory, and answers ``unknown`` where it found
-nothing. So its score is the ceiling that the retriever and the turn limit allow, and its episodes are demonstrations
-that a student can imitate, because every word of them follows from what the student would see.
+The oracle knows what would count as right, but it may only write down what it has read: it searches for what the
+question or a passage names, looks for an accepted answer in the information it got, carries what it found in its
+memory, and answers ``unknown`` where it found nothing. So its score is the ceiling that the retriever and the turn
+limit allow, and its episodes are demonstrations that a student can imitate, because every name in them follows from
+what the student would see.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,16 +26,51 @@ UNKNOWN = "unknown"
 
 @dataclass
 class _Notes:
-    """What the oracle has found out about one question."""
+    """What the oracle has found out about one question: its passages still to read, and all texts it was shown."""
 
-    queries: list[str]
+    question: str
+    titles: list[str]
     found: str | None = None
     bridge: str | None = None
+    asked: set[str] = field(default_factory=set)
     seen: list[str] = field(default_factory=list)
 
+    def shows(self, text: str) -> bool:
+        """Whether any text seen so far has these words; nothing can be said of a text that is only an article."""
+        return not normalize_answer(text) or any(_mentions(seen, text) for seen in self.seen)
+
     @property
-    def open(self) -> bool:
-        return self.found is None and bool(self.queries)
+    def query(self) -> str | None:
+        """What to search for next, or None if there is nothing left to find.
+
+        A title that nothing seen so far names would be a guess from the answer key: then the question is the query.
+        """
+        if self.found is not None or not self.titles:
+            return None
+        named = self.shows(_subject(self.titles[0]))
+        query = self.titles[0] if named else self.question
+        return None if query in self.asked else query
+
+    def ask(self, query: str) -> None:
+        """Note that this is being searched for."""
+        self.asked.add(query)
+        self.titles.pop(0)
+
+
+def _subject(title: str) -> str:
+    """What a title is about: Poland for ``Geography of Poland``, Augusta for ``Augusta (Georgia)``."""
+    return re.sub(r"^.* of (the )?|\s*\([^)]*\)$", "", title) or title
+
+
+def _mentions(normalized: str, name: str) -> bool:
+    wanted = normalize_answer(name)
+    return bool(wanted) and f" {wanted} " in normalized
+
+
+def _readable(text: str) -> str:
+    """A text as :func:`_mentions` takes it."""
+    text = text.replace("<", " <").replace(">", "> ")  # a tag must not stick to the word beside it
+    return f" {normalize_answer(text)} "
 
 
 class OracleAgent:
@@ -66,46 +103,43 @@ class OracleAgent:
         assert self._task is not None
         if self._asked is not None:
             self._read(self._asked, observation["information"])
-        open_question = next((number for number, notes in enumerate(self._notes) if notes.open), None)
-        if open_question is None or observation["turns_left"] <= 1:
+        queries = [notes.query for notes in self._notes]
+        self._asked = next((number for number, query in enumerate(queries) if query is not None), None)
+        if self._asked is None or observation["turns_left"] <= 1:
             self._asked = None
             answers = [notes.found or UNKNOWN for notes in self._notes]
             return self._act(self._tags.answer, "; ".join(answers))
-        self._asked = open_question
-        return self._act(self._tags.search, self._notes[open_question].queries.pop(0))
+        query = queries[self._asked]
+        assert query is not None
+        self._notes[self._asked].ask(query)
+        return self._act(self._tags.search, query)
 
     def _begin(self, task_id: str) -> None:
         if task_id not in self._tasks:
             raise ConfigError(f"the oracle does not know task {task_id!r}: give it the environment's tasks")
         self._task = task = self._tasks[task_id]
         entities = task.entities or [()] * len(task.questions)
-        self._notes = [_Notes(list(dict.fromkeys(titles)) or [question])
+        self._notes = [_Notes(question, list(dict.fromkeys(titles)) or [question], seen=[_readable(question)])
                        for question, titles in zip(task.questions, entities, strict=True)]  # fmt: skip
 
     def _read(self, number: int, information: str) -> None:
         """Take from the information what answers question ``number``, or what leads on to its next search."""
         assert self._task is not None
         notes = self._notes[number]
-        text = information.replace("<", " <").replace(">", "> ")  # a tag must not stick to the word beside it
-        notes.seen.append(f" {normalize_answer(text)} ")
-        if notes.queries:
-            notes.bridge = notes.queries[0] if self._mentions(notes.seen[-1], notes.queries[0]) else None
+        notes.seen.append(_readable(information))
+        if notes.titles:
+            notes.bridge = notes.titles[0] if _mentions(notes.seen[-1], notes.titles[0]) else None
             return
-        for answer in self._task.answers[number]:
-            if any(self._mentions(text, answer) for text in notes.seen):
-                notes.found = answer
-                return
-
-    @staticmethod
-    def _mentions(text: str, name: str) -> bool:
-        wanted = normalize_answer(name)
-        return bool(wanted) and f" {wanted} " in text
+        read = notes.seen[1:]  # the question itself gives nothing away
+        notes.found = next(
+            (answer for answer in self._task.answers[number] if any(_mentions(text, answer) for text in read)), None
+        )
 
     def _act(self, tag: str, content: str) -> str:
         assert self._task is not None
         memory = []
         for number, (question, notes) in enumerate(zip(self._task.questions, self._notes, strict=True)):
-            pending = notes.open or number == self._asked
+            pending = notes.query is not None or number == self._asked
             known = notes.found or (f"({notes.bridge}) ?" if notes.bridge and pending else "?" if pending else UNKNOWN)
             memory.append(f"{question.rstrip(' ?')} {known}")
         think = self._tags.think

@@ -90,6 +90,36 @@ def test_the_oracle_searches_for_the_question_where_entities_are_not_known():
     assert reward == 1
 
 
+def test_the_oracle_never_searches_for_a_name_that_it_was_not_shown():
+    task = Task(
+        "t",
+        ["Who led the guild of Ulm?", "What is the highest point of Poland?", "When did the maker of the Ark die?"],
+        [["Ann Lee"], ["Rysy"], ["1745"]],
+        entities=[["Ann Lee"], ["Geography of Poland"], ["Ark (boat)", "Bo Dan"]],
+    )
+    passages = [
+        Passage("0", "Ann Lee", "Ann Lee led the guild of Ulm."),
+        Passage("1", "Geography of Poland", "Its summit is Rysy."),
+        Passage("2", "Ark (boat)", "The Ark was made by Bo Dan."),
+        Passage("3", "Bo Dan", "Bo Dan died in 1745."),
+    ]
+    env = MemOPDEnv(3, tasks=[task], retriever=SparseRetriever.from_passages(passages), top_k=1)
+    actions, reward, _ = play(OracleAgent([task]), env)
+    queries = [parse_action(action).content for action in actions]
+    assert queries[0] == task.questions[0]  # its title is the answer
+    assert queries[1:4] == ["Geography of Poland", "Ark (boat)", "Bo Dan"]  # named by question, question, passage
+    assert reward == 3
+
+
+def test_the_oracle_gives_up_rather_than_repeat_a_search_or_guess():
+    task = Task("t", ["When did the maker of the Ark die?"], [["1745"]], entities=[["Ark", "Bo Dan"]])
+    passages = [Passage("0", "Ark", "The Ark was made by B. D."), Passage("1", "Bo Dan", "Bo Dan died in 1745.")]
+    env = MemOPDEnv(1, tasks=[task], retriever=SparseRetriever.from_passages(passages), top_k=1)
+    actions, _, _ = play(OracleAgent([task]), env)
+    queries = [parse_action(action).content for action in actions]
+    assert queries == ["Ark", task.questions[0], "unknown"]
+
+
 def test_the_oracle_names_a_task_it_was_not_given(world, retriever):
     tasks = world.tasks(2, "test", 2)
     with pytest.raises(ConfigError, match=tasks[1].id):
