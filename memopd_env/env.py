@@ -101,7 +101,7 @@ class MemOPDEnv(gym.Env[dict[str, Any], str]):
     v0: first release.
 
     Args:
-        num_questions: N of the built-in tasks; fixed by the environment id.
+        num_questions: N of every task, fixed by the environment id; None takes tasks of any N, or built-in ones of two.
         tasks: A list of Task, the path of a task file (JSONL or parquet), or None for the built-in world.
         split: Only tasks of this split; None plays ``train`` of the built-in world, or every task given.
         retriever: A Retriever, the URL of a retrieval server, the path of a corpus (``.jsonl``) or of an index
@@ -128,7 +128,7 @@ class MemOPDEnv(gym.Env[dict[str, Any], str]):
 
     def __init__(
         self,
-        num_questions: int = 2,
+        num_questions: int | None = None,
         *,
         tasks: Sequence[Task] | str | Path | None = None,
         split: str | None = None,
@@ -348,5 +348,5 @@ def _check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
 
 def _check_positive(**values: float | None) -> None:
     for name, value in values.items():
-        if value is not None and not value > 0:
-            raise ConfigError(f"{name} is {value}; it must be greater than 0")
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{name} is {value}; it must be greater than 0 and finite")

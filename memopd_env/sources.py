@@ -24,16 +24,19 @@ BUILT_IN_TASKS = 500
 
 
 def resolve_tasks(
-    tasks: Sequence[Task] | str | Path | None, split: str | None, num_questions: int, world: str | WorldConfig
+    tasks: Sequence[Task] | str | Path | None,
+    split: str | None,
+    num_questions: int | None,
+    world: str | WorldConfig,
 ) -> Sequence[Task]:
     """Return the tasks that an environment plays.
 
     Raises:
-        ConfigError: If none is left, or something in the list is no Task.
+        ConfigError: If none is left, something in the list is no Task, or one asks another number of questions.
         TaskError: If a task file is missing or malformed.
     """
     if tasks is None:
-        return _built_in_tasks(_config(world), num_questions, split or "train")
+        return _built_in_tasks(_config(world), num_questions or 2, split or "train")
     given = read_tasks(tasks) if isinstance(tasks, (str, Path)) else tasks
     for item in given:
         if not isinstance(item, Task):
@@ -41,6 +44,12 @@ def resolve_tasks(
     chosen = given if split is None else [task for task in given if task.split == split]
     if not chosen:
         raise ConfigError("there are no tasks" + ("" if split is None else f" of split {split!r}"))
+    for task in chosen:
+        if num_questions is not None and len(task.questions) != num_questions:
+            raise ConfigError(
+                f"this environment asks {num_questions} question(s), but task {task.id!r} has {len(task.questions)}: "
+                "take the environment of that number, or compose other tasks with `memopd data compose -n N`"
+            )
     return tuple(chosen)
 
 

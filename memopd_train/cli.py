@@ -58,12 +58,16 @@ def sft(
     context: typer.Context,
     out: Out,
     model: Annotated[str, typer.Option(help="Folder, hub name, or new:tiny, new:small, new:medium.")] = "new:small",
+    vocab_size: Annotated[int, typer.Option(min=256, help="Tokens that a new model learns from the corpus.")] = 2048,
     episodes: Annotated[Path | None, typer.Option(help="Demonstrations; played by the oracle if left out.")] = None,
     tasks: TaskFile = None,
     corpus: Corpus = None,
-    demonstrations: Annotated[int, typer.Option(min=1, help="Tasks that the oracle plays.")] = 2000,
+    demonstrations: Annotated[int, typer.Option(min=0, help="Tasks that the oracle plays.")] = 2000,
+    word_exercises: Annotated[
+        int, typer.Option(min=0, help="Exercises in copying random words, mixed in; a new model's first lesson.")
+    ] = 0,
     exercises: Annotated[
-        int, typer.Option(min=0, help="Copying exercises from the corpus, mixed in; for new models.")
+        int, typer.Option(min=0, help="Exercises in copying sentences of the corpus, mixed in; for new models.")
     ] = 0,
     num_questions: Questions = 2,
     world: WorldName = "default",
@@ -80,7 +84,7 @@ def sft(
     Example: memopd train sft --model new:small --tasks train.jsonl --corpus corpus.jsonl --out runs/sft --max_steps
         1000
     """
-    from memopd_train.demonstrations import sentence_exercises
+    from memopd_train import demonstrations as lessons
     from memopd_train.loading import open_model
     from memopd_train.sft import train_sft
 
@@ -88,11 +92,17 @@ def sft(
     choices = {"memory": memory, "instructions": instructions, "top_k": top_k, "max_turns": max_turns}
     stage = _Stage(tasks, corpus, num_questions, world, split, choices)
     texts = stage.texts() if model.startswith("new:") else None
-    policy, tokenizer = open_model(model, texts=texts, seed=options.seed)
-    shown: Path | list[Episode] = episodes or _played_by_the_oracle(stage, tokenizer, demonstrations)
-    if exercises:
-        played = list(read_episodes(shown)) if isinstance(shown, Path) else shown
-        shown = played + sentence_exercises(list(stage.passages()), tokenizer, exercises, seed=options.seed)
+    policy, tokenizer = open_model(model, texts=texts, vocab_size=vocab_size, seed=options.seed)
+    shown: Path | list[Episode] = episodes or []
+    if not episodes and demonstrations:
+        shown = _played_by_the_oracle(stage, tokenizer, demonstrations)
+    if exercises or word_exercises:
+        shown = list(read_episodes(shown)) if isinstance(shown, Path) else shown
+        passages = list(stage.passages())
+        if word_exercises:
+            shown += lessons.word_exercises(passages, tokenizer, word_exercises, seed=options.seed)
+        if exercises:
+            shown += lessons.sentence_exercises(passages, tokenizer, exercises, seed=options.seed)
 
     def run() -> Path:
         with progress_line("sft") as show:
@@ -190,7 +200,7 @@ class _Stage:
     @cached_property
     def _first(self) -> MemOPDEnv:
         return MemOPDEnv(
-            self.num_questions,
+            self.num_questions if self.task_file is None else None,
             tasks=self.task_file,
             split=self.split,
             retriever=self.corpus,

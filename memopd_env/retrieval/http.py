@@ -40,6 +40,8 @@ class HTTPRetriever:
             ``…/retrieve`` is understood too.
         timeout: Seconds for one attempt.
         deadline: Seconds for a search with all its attempts; afterwards the last failure is raised.
+        first_contact: The same while no server could ever be connected to: a wrong address is known sooner than a
+            server that restarts.
         token: Sent as ``Authorization: Bearer``.
         cached_queries: Answers of this many recent (query, k) are kept.
         max_batch: Queries joined into one request.
@@ -57,6 +59,7 @@ class HTTPRetriever:
         *,
         timeout: float = 30.0,
         deadline: float = 120.0,
+        first_contact: float = 15.0,
         token: str | None = None,
         cached_queries: int = 10_000,
         max_batch: int = 64,
@@ -65,11 +68,12 @@ class HTTPRetriever:
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         addresses = [base_urls] if isinstance(base_urls, str) else list(base_urls)
-        if not addresses or not all(address.startswith(("http://", "https://")) for address in addresses):
-            raise ConfigError(f"{base_urls!r} is not the address of a retriever: give e.g. http://127.0.0.1:8013")
+        for address in addresses or [""]:
+            _check_address(address)
         self._urls = [address.rstrip("/").removesuffix("/retrieve") + "/retrieve" for address in addresses]
         self._preferred = 0
-        self._deadline = deadline
+        self._deadline, self._first_contact = deadline, min(first_contact, deadline)
+        self._connected = False
         self._max_query, self._max_batch = max_query, max_batch
         headers = {"content-type": "application/json"}
         if token is not None:
@@ -134,12 +138,14 @@ class HTTPRetriever:
 
     def _request(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
         body = encode_request(queries, k)
-        end = time.monotonic() + self._deadline
+        started = time.monotonic()
         attempt = 0
         while True:
             url = self._urls[self._preferred % len(self._urls)]
             try:
-                return self._attempt(url, body, len(queries))
+                found = self._attempt(url, body, len(queries))
+                self._connected = True
+                return found
             except _Again as failure:
                 attempt += 1
                 self._preferred += 1
@@ -148,7 +154,9 @@ class HTTPRetriever:
                 if attempt % len(self._urls) == 0:
                     grown = min(_MAX_PAUSE, 0.05 * 2 ** min(attempt // len(self._urls), 10))
                     pause = max(failure.pause, self._random.uniform(grown / 2, grown))
-                if time.monotonic() + pause >= end:
+                self._connected |= not isinstance(failure.error, RetrieverUnreachableError)
+                patience = self._deadline if self._connected else self._first_contact
+                if time.monotonic() + pause - started >= patience:
                     raise failure.error from failure.error.__cause__
                 time.sleep(pause)
 
@@ -197,6 +205,18 @@ class _Again(Exception):
         super().__init__(str(error))
         self.error = error
         self.pause = pause
+
+
+def _check_address(address: str) -> None:
+    problem = ""
+    try:
+        url = httpx.URL(address)
+    except httpx.InvalidURL as error:
+        problem = f" ({error})"
+    else:
+        if url.scheme in ("http", "https") and url.host:
+            return
+    raise ConfigError(f"{address!r} is not the address of a retriever{problem}: give e.g. http://127.0.0.1:8013")
 
 
 def _unreachable(url: str, error: Exception) -> RetrieverUnreachableError:

@@ -26,7 +26,7 @@ class Task:
             are kept disjoint by them, and the oracle searches for them. Never shown to an agent.
 
     Raises:
-        TaskError: If there is no question, a question is blank, or the three lists disagree in length.
+        TaskError: If there is no question, a question or an accepted answer is blank, or the three lists disagree in length.
     """
 
     id: str
@@ -57,5 +57,7 @@ class Task:
         for number, (question, accepted) in enumerate(zip(self.questions, self.answers, strict=True), start=1):
             if not question.strip():
                 raise TaskError(f"task {self.id!r}: question {number} is blank")
+            if not all(answer.strip() for answer in accepted):
+                raise TaskError(f"task {self.id!r}: question {number} ({question!r}) accepts a blank answer")
             if not accepted:
                 raise TaskError(f"task {self.id!r}: question {number} ({question!r}) has no accepted answer")

@@ -6,7 +6,7 @@ import pickle
 import gymnasium as gym
 import pytest
 
-from memopd_env import Task
+from memopd_env import MemOPDEnv, Task
 from memopd_env.errors import ConfigError, CorpusError
 from memopd_env.sources import resolve_retriever
 from memopd_env.tasks import write_tasks
@@ -43,23 +43,29 @@ def test_a_changed_corpus_file_is_read_again(tmp_path):
 
 
 def test_split_chooses_among_the_tasks(tmp_path):
-    env = gym.make("MemOPD-Q2", tasks=TASKS, split="test")
+    env = gym.make("MemOPD-WikiRAG", tasks=TASKS, split="test")
     assert [task.id for task in env.unwrapped.tasks] == ["b"]
     with pytest.raises(ConfigError, match="validation"):
-        gym.make("MemOPD-Q2", tasks=TASKS, split="validation")
+        gym.make("MemOPD-WikiRAG", tasks=TASKS, split="validation")
 
 
 def test_a_task_file_without_a_retriever_is_refused(tmp_path):
     path = tmp_path / "tasks.jsonl"
     write_tasks(TASKS, path)
     with pytest.raises(ConfigError, match="retriever="):
-        gym.make("MemOPD-Q2", tasks=str(path))
+        gym.make("MemOPD-WikiRAG", tasks=str(path))
 
 
 def test_max_turns_follows_the_longest_task():
     many = Task("many", [f"q{i}?" for i in range(5)], [["a"]] * 5)
-    assert gym.make("MemOPD-Q2", tasks=TASKS).unwrapped.max_turns == 6
-    assert gym.make("MemOPD-Q2", tasks=[*TASKS, many]).unwrapped.max_turns == 20
+    assert MemOPDEnv(tasks=TASKS).max_turns == 6
+    assert MemOPDEnv(tasks=[*TASKS, many]).max_turns == 20
+
+
+def test_an_id_refuses_tasks_of_another_number_of_questions():
+    with pytest.raises(ConfigError, match=r"asks 2 question.*'a' has 1.*-n N"):
+        gym.make("MemOPD-Q2", tasks=TASKS)
+    assert len(gym.make("MemOPD-Q2", tasks=TASKS, num_questions=None).unwrapped.tasks) == 2
 
 
 def test_the_built_in_world_is_made_once_and_its_splits_differ():

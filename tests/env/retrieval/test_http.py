@@ -104,6 +104,41 @@ def test_no_server_is_unreachable_after_the_deadline(port):
     assert time.monotonic() - started < 3
 
 
+def test_an_address_that_never_answered_is_given_up_before_the_deadline(port):
+    started = time.monotonic()
+    with (
+        HTTPRetriever(f"http://127.0.0.1:{port}", first_contact=0.3) as client,
+        pytest.raises(RetrieverUnreachableError),
+    ):
+        client.search(["a"], 1)
+    assert time.monotonic() - started < 10  # the deadline is 120 s
+
+
+@pytest.mark.parametrize("answered_before", [True, False])
+def test_only_a_server_that_has_answered_is_waited_for_until_the_deadline(answered_before):
+    failures = iter([] if answered_before else [httpx.ConnectError("refused")] * 3)
+
+    def handle(request):
+        for failure in failures:
+            raise failure
+        return good(request)
+
+    with HTTPRetriever("http://server", transport=httpx.MockTransport(handle), first_contact=0.02) as client:
+        if answered_before:
+            client.search(["a"], 1)
+            failures = iter([httpx.ConnectError("refused")] * 3)
+            assert client.search(["b"], 1) == [[]]  # half a second of refusals later
+        else:
+            with pytest.raises(RetrieverUnreachableError):
+                client.search(["b"], 1)
+
+
+@pytest.mark.parametrize("address", ["http://", "http://[::1", "ftp://host", "host:8013", "http://host:port", []])
+def test_a_malformed_address_is_refused_at_once_and_named(address):
+    with pytest.raises(ConfigError, match="address of a retriever"):
+        HTTPRetriever(address)
+
+
 def test_a_silent_server_is_a_time_out(serve, counting):
     counting.delay = 1.0
     with (
