@@ -4,8 +4,9 @@ A scripted agent plays in text. Its actions are encoded once and its prompts are
 :class:`~memopd_agents.policy.PromptBuilder` that the policy will use, so a demonstrated call is laid out exactly like a
 sampled one.
 
-From-scratch models learn to copy before they can imitate. A reading exercise is a few passages in an information block
-followed by their facts, or by their sentences, in another order: many copies from passage to memory in one call.
+From-scratch models learn to copy before they can imitate. An exercise is a text in an information block followed by its
+pieces in another order, as a memory: many copies in one call. The pieces are the facts of a terse world, the sentences
+of a passage, or runs of random words, which nothing but copying can predict, so that copying comes soonest.
 """
 
 from __future__ import annotations
@@ -136,4 +137,33 @@ def sentence_exercises(
         prompt = list(builder.encode(f"<information> {passage.title}: {passage.text}</information>"))
         action = list(builder.encode(f"<think> {chosen}</think>"))
         episodes.append(Episode([Call(prompt, action)], 0.0, f"sentences-{number}"))
+    return episodes
+
+
+def word_exercises(
+    passages: Iterable[Passage], tokenizer: PreTrainedTokenizerBase, count: int, *, words: int = 24, seed: int = 0
+) -> list[Episode]:
+    """Make exercises from any corpus: random words of it, then the same in runs of one to six, in another order.
+
+    Args:
+        passages: The corpus, or a part of it.
+        tokenizer: Of the student.
+        count: Number of exercises, one call each.
+        words: Most words of an exercise; the least is a third of it.
+        seed: Another seed, other exercises.
+    """
+    known = sorted({word for passage in passages for word in f"{passage.title} {passage.text}".split()})
+    if not known:
+        raise ConfigError("exercises are made from the words of passages, and there are none: give a corpus file")
+    rng = np.random.default_rng(seed)
+    builder = PromptBuilder(tokenizer)
+    episodes = []
+    for number in range(count):
+        drawn = [known[int(i)] for i in rng.integers(len(known), size=rng.integers(words // 3, words, endpoint=True))]
+        cuts = np.cumsum(rng.integers(1, 7, size=len(drawn)))
+        runs = [list(run) for run in np.split(np.array(drawn), cuts) if len(run)]
+        memory = "; ".join(" ".join(runs[int(i)]) for i in rng.permutation(len(runs)))
+        prompt = list(builder.encode(f"<information> {' '.join(drawn)}</information>"))
+        action = list(builder.encode(f"<think> {memory}</think>"))
+        episodes.append(Episode([Call(prompt, action)], 0.0, f"words-{number}"))
     return episodes

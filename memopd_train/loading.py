@@ -15,19 +15,20 @@ from memopd_train.smallmodel import ModelShape, learned_tokenizer, new_model, te
 
 SHAPES = {
     "tiny": ModelShape(layers=2, width=64, heads=2),
-    "small": ModelShape(layers=3, width=128, heads=4),
+    "small": ModelShape(layers=4, width=128, heads=4),
     "medium": ModelShape(layers=4, width=256, heads=8),
 }
 
 
 def open_model(
-    spec: str, *, texts: Iterable[str] | None = None, seed: int = 0
+    spec: str, *, texts: Iterable[str] | None = None, vocab_size: int = 2048, seed: int = 0
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load or make a causal language model and its tokenizer.
 
     Args:
         spec: A folder, a name on the Hugging Face hub, or ``new:tiny``, ``new:small``, ``new:medium``.
         texts: What a new model's tokenizer is learned from; None takes that of the terse built-in world.
+        vocab_size: Tokens that a new model's tokenizer learns, at least 256; a larger vocabulary makes shorter calls.
         seed: Seed of new weights.
 
     Raises:
@@ -37,7 +38,7 @@ def open_model(
         size = spec.removeprefix("new:")
         if size not in SHAPES:
             raise ConfigError(f"model {spec!r}: the size must be one of {', '.join(SHAPES)}")
-        tokenizer = terse_world_tokenizer() if texts is None else learned_tokenizer(texts)
+        tokenizer = terse_world_tokenizer() if texts is None else learned_tokenizer(texts, vocab_size)
         return new_model(tokenizer, SHAPES[size], seed), tokenizer
     return load_model(spec), open_tokenizer(spec)
 

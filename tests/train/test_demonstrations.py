@@ -7,7 +7,7 @@ from memopd_env.errors import ConfigError
 from memopd_env.retrieval import Passage, SparseRetriever
 from memopd_env.tasks.world import World
 from memopd_train.alignpack import pack
-from memopd_train.demonstrations import demonstrate, reading_exercises, sentence_exercises
+from memopd_train.demonstrations import demonstrate, reading_exercises, sentence_exercises, word_exercises
 from memopd_train.smallmodel import terse_world_tokenizer
 
 TOKENIZER = terse_world_tokenizer()
@@ -82,3 +82,25 @@ def test_a_sentence_exercise_repeats_sentences_of_its_passage():
         assert all(word in passage for word in memory.split())
         repeated.add(memory)
     assert "Then he slept. Did he win?" in repeated
+
+
+def test_a_word_exercise_repeats_its_words_in_runs():
+    passages = [Passage("0", "Zeno", "ran fast. Did he win?"), Passage("1", "Dot", "")]
+    known = {"Zeno", "ran", "fast.", "Did", "he", "win?", "Dot"}
+    exercises = word_exercises(passages, TOKENIZER, 40, words=9, seed=1)
+    lengths = set()
+    for episode in exercises:
+        (call,) = episode.calls
+        drawn = TOKENIZER.decode(call.prompt_ids).removeprefix("<information> ").removesuffix("</information>").split()
+        runs = TOKENIZER.decode(call.action_ids).removeprefix("<think> ").removesuffix("</think>").split("; ")
+        assert set(drawn) <= known
+        assert sorted(" ".join(runs).split()) == sorted(drawn)
+        assert all(f" {run} " in f" {' '.join(drawn)} " for run in runs)
+        lengths.add(len(drawn))
+    assert min(lengths) == 3 and max(lengths) == 9
+    assert [e.calls for e in word_exercises(passages, TOKENIZER, 40, words=9, seed=1)] == [e.calls for e in exercises]
+
+
+def test_word_exercises_want_words():
+    with pytest.raises(ConfigError, match="corpus"):
+        word_exercises([Passage("0", "", "")], TOKENIZER, 1)

@@ -9,12 +9,14 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, TrainerCallback
+from trl.trainer.utils import add_fused_lm_head
 
 from memopd_agents.episode import Call, Episode
+from memopd_train.attention import BackendError
 from memopd_train.config import MemOPDSFTConfig
 from memopd_train.errors import CallTooLongError, CheckpointError, EpisodeError, TrainingInterrupted, VocabularyError
 from memopd_train.progress import read_metrics
-from memopd_train.sft import call_rows, train_sft
+from memopd_train.sft import IGNORED, call_rows, score_labels_at_once, train_sft
 
 VOCAB = 40
 
@@ -51,6 +53,33 @@ def copying_episodes(count=24):
             Episode(calls=[Call(ids, ids), Call([*ids, 3], [*ids, 2])], reward=1.0, task_id=f"task-{number}")
         )
     return episodes
+
+
+@pytest.mark.parametrize("most_bytes", [2**30, 0])
+def test_scoring_labels_at_once_gives_the_scores_and_gradients_of_trl(most_bytes):
+    labels = torch.randint(3, VOCAB, (3, 9), generator=torch.Generator().manual_seed(1))
+    inputs = {"input_ids": labels.clone(), "attention_mask": torch.ones_like(labels)}
+    labels[0, :5] = labels[2] = IGNORED  # a prompt, and a row without any label
+    scored = []
+    for at_once in (False, True):
+        model = tiny_model()
+        add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+        if at_once:
+            score_labels_at_once(model, most_bytes)
+        scores = model(**inputs, labels=labels, fused_lm_head=True)
+        (scores.log_probs * torch.arange(8)).sum().backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        scored.append([scores.log_probs, scores.entropy, scores.is_top1, scores.label_mask, *gradients])
+        assert model(**inputs).logits.shape == (3, 9, VOCAB)
+    for theirs, ours in zip(*scored, strict=True):
+        torch.testing.assert_close(ours.float(), theirs.float(), atol=1e-5, rtol=1e-5)
+
+
+def test_a_head_that_is_not_linear_is_left_to_trl():
+    model = tiny_model()
+    model.config.logit_scale = 2.0
+    with pytest.raises(BackendError):
+        score_labels_at_once(model)
 
 
 def config(**options):

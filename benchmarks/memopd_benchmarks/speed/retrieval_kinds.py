@@ -140,9 +140,7 @@ def main() -> None:
     given = parser.parse_args()
     encoder = load_encoder(given.encoder)
     with tempfile.TemporaryDirectory() as folder:
-        report = measure(
-            Path(folder), given.count, encoder, given.kinds.split(","), given.queries, given.wanted_recall
-        )
+        report = measure(Path(folder), given.count, encoder, given.kinds.split(","), given.queries, given.wanted_recall)
     write(report, given.out)
 
 
