@@ -14,7 +14,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
-from memopd_env.errors import ConfigError
+from memopd_env.errors import ConfigError, MemOPDError
 
 GROUP = "memopd.agents"
 
@@ -84,7 +84,12 @@ def agent_factory(spec: str, offered: Mapping[str, Any] | None = None, **argumen
         raise ConfigError(f"agent {spec!r}: {error}; its arguments are: {known}") from None
 
     def make() -> Agent:
-        agent = target(**{**wanted, **arguments})
+        try:
+            agent = target(**{**wanted, **arguments})
+        except MemOPDError:
+            raise
+        except Exception as error:  # a stranger's code
+            raise ConfigError(f"agent {spec!r} cannot be made: {type(error).__name__}: {error}") from error
         if not isinstance(agent, Agent):
             raise ConfigError(f"agent {spec!r} lacks act(observation, info) or reset(seed)")
         return agent

@@ -23,10 +23,11 @@ from memopd_agents.evaluation import EPISODES, RESULT, format_table
 from memopd_agents.evaluation import evaluate as run_evaluation
 from memopd_agents.human import HumanAgent
 from memopd_agents.pretrained import load_causal_lm, load_tokenizer
+from memopd_agents.rollout import RolloutError
 from memopd_agents.seeds import episode_seed
 from memopd_agents.terminal import History, context_view, forgotten_next, visible
 from memopd_env.env import MemOPDEnv
-from memopd_env.errors import ConfigError, MissingExtraError
+from memopd_env.errors import ConfigError, MemOPDError, MissingExtraError
 
 if TYPE_CHECKING:
     from memopd_agents.policy import PolicyAgent
@@ -194,7 +195,12 @@ def play(
         context = info["context"]
         forgotten = forgotten_next(core.memory, context[0].text, history.turns, context)
         console.print(context_view(context, forgotten))
-        action = player.act(observation, info)
+        try:
+            action = player.act(observation, info)
+        except MemOPDError:
+            raise
+        except Exception as error:  # a stranger's code
+            raise RolloutError(f"turn {len(history.turns) + 1}: {type(error).__name__}: {error}") from error
         if not person:
             console.print(visible(action), style="green", markup=False, highlight=False)
             if console.is_terminal:

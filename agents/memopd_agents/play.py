@@ -40,7 +40,10 @@ def play_episode(
         RolloutError: If agent or environment fails; names the task.
     """
     started = time.monotonic()
-    agent.reset(seed)
+    try:
+        agent.reset(seed)
+    except Exception as error:
+        raise RolloutError(f"episode {number}: the agent cannot begin: {type(error).__name__}: {error}") from error
     options = None if task_index is None else {"task_index": task_index}
     observation, info = env.reset(seed=seed, options=options)
     task_id = info["task_id"]

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from memopd_env.errors import CorpusError
 from memopd_env.retrieval.base import Passage
 
 MAX_QUERY_CHARACTERS = 20_000
@@ -105,11 +106,14 @@ class SparseRetriever:
         """Index a corpus file, JSONL or JSONL.gz with ``{"id", "contents"}`` per line.
 
         Raises:
-            CorpusError: If the file is missing or a line is malformed; the message names the line.
+            CorpusError: If the file is missing or empty, or a line is malformed; the message names the line.
         """
         from memopd_env.retrieval.corpus import Corpus
 
-        return cls.from_passages(Corpus.open(path), k1=k1, b=b)
+        corpus = Corpus.open(path)
+        if not len(corpus):
+            raise CorpusError(f'{path} holds no passages; expected a line {{"id": "…", "contents": "…"}} for each')
+        return cls.from_passages(corpus, k1=k1, b=b)
 
     def __len__(self) -> int:
         return len(self._passages)

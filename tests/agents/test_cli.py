@@ -8,6 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from memopd_agents import cli, read_episodes
+from memopd_agents.rollout import RolloutError
 from memopd_env.errors import ConfigError
 from memopd_env.tasks.io import write_tasks
 
@@ -139,6 +140,18 @@ def test_person_plays_an_episode(files):
 def test_agent_is_watched(files):
     output = run(cli.play, *files, "--agent", "oracle", "--task", "1", "--memory", "full")
     assert "<answer> Oslo; Lima</answer>" in " ".join(output.split()) and "forgotten" not in output
+
+
+def test_a_watched_agent_that_fails_is_named_with_its_turn(files, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "strangers.py").write_text(
+        "def broken(observation, info):\n    raise KeyError('memory')\n\n"
+        "class Picky:\n    def __init__(self, tasks):\n        self.first = tasks[0]\n"
+    )
+    with pytest.raises(RolloutError, match="turn 1: KeyError: 'memory'"):
+        run(cli.play, *files, "--agent", "strangers:broken")
+    with pytest.raises(ConfigError, match="'strangers:Picky' cannot be made: TypeError"):
+        run(cli.play, *files, "--agent", "strangers:Picky", "--agent-arg", "tasks=3")
 
 
 def test_person_who_leaves_ends_the_game(files):

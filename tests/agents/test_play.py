@@ -101,3 +101,12 @@ def test_resumed_run_plays_only_what_is_missing(make_env, tmp_path):
 def test_action_that_is_no_string_is_refused(make_env):
     with pytest.raises(RolloutError, match="act\\(\\) returned NoneType, not a string"):
         play_episode(FunctionAgent(lambda observation, info: None), make_env(), 0)  # type: ignore[arg-type, return-value]
+
+
+def test_an_agent_that_cannot_begin_is_a_failed_episode(make_env):
+    class Sleepy(RandomAgent):
+        def reset(self, seed=None):
+            raise OSError("no server")
+
+    with pytest.raises(RolloutError, match="episode 3: the agent cannot begin: OSError: no server"):
+        play_episode(Sleepy(), make_env(), 0, number=3)

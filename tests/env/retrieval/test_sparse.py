@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memopd_env.errors import CorpusError
 from memopd_env.retrieval import Passage, Retriever, SparseRetriever
 from memopd_env.retrieval.sparse import top_rows, words
 
@@ -133,3 +134,9 @@ def test_importing_the_package_and_searching_loads_no_heavy_library():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_empty_corpus_file_is_refused(tmp_path):
+    (tmp_path / "corpus.jsonl").touch()
+    with pytest.raises(CorpusError, match="holds no passages"):
+        SparseRetriever.from_corpus(tmp_path / "corpus.jsonl")
