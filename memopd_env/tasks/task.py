@@ -26,7 +26,8 @@ class Task:
             are kept disjoint by them, and the oracle searches for them. Never shown to an agent.
 
     Raises:
-        TaskError: If there is no question, a question or an accepted answer is blank, or the three lists disagree in length.
+        TaskError: If there is no question, a question or an accepted answer is blank, or the three lists disagree in
+            length.
     """
 
     id: str
