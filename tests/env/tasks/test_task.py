@@ -18,6 +18,7 @@ def test_lists_become_tuples_so_that_a_task_is_a_value():
         (([], []), "no questions"),
         ((["q?"], []), "1 questions but 0"),
         ((["q?", " "], [["a"], ["b"]]), "question 2 is blank"),
+        ((["q?"], [["a", " "]]), "accepts a blank answer"),
         ((["q?"], [[]]), "no accepted answer"),
         (("q?", [["a"]]), "list of strings"),
         ((["q?"], ["a"]), "list of lists"),
