@@ -1,8 +1,12 @@
 """``memopd train`` on files: from a corpus and questions to a trained student, and what it says when it cannot."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
+from safetensors.torch import load_file
 
 from memopd_env.cli import main
 from memopd_train.progress import read_metrics
@@ -58,6 +62,28 @@ def test_a_student_is_trained_and_the_run_resumed(world, student, tmp_path, caps
     lines = read_metrics(out / "metrics.jsonl")
     assert [line["iteration"] for line in lines] == [1, 2]
     assert all("eval_em" in line for line in lines)
+
+
+def test_wandb_gets_the_metrics_on_request_and_only_then(world, student, tmp_path):
+    wandb = pytest.importorskip("wandb")
+    code = "import sys; from memopd_env.cli import main; sys.exit(main(sys.argv[1:]))"
+    run = [sys.executable, "-c", code, "train", "memopd", "--model", student, "--teacher", student, *world]
+    run += ["--episodes_per_iteration", "2", "--mini_batch_episodes", "2", "--max_new_tokens", "4", "--iterations", "1"]
+    environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
+    for name, extra in (("quiet", []), ("told", ["--report_to", "wandb"])):
+        subprocess.run([*run, "--out", tmp_path / name, *extra], env=environment, check=True, capture_output=True)
+        records = list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+        assert len(records) == len(extra) / 2, wandb.__version__
+    told = records[0].read_bytes()
+    assert all(f"train/{name}".encode() in told for name in ("reward", "opd", "policy_loss", "em"))
+
+
+def test_a_new_model_may_begin_with_exercises_alone(world, tmp_path):
+    arguments = ["train", "sft", "--model", "new:tiny", "--vocab-size", "300", "--out", str(tmp_path / "run"), *world]
+    arguments += ["--demonstrations", "0", "--word-exercises", "8", "--exercises", "4", "--max_steps", "1"]
+    assert main(arguments) == 0
+    weights = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert 256 < len(weights["lm_head.weight"]) < 320
 
 
 @pytest.mark.parametrize(
