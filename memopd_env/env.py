@@ -7,8 +7,9 @@ query it wants answered, ``finish_step`` takes the passages and does everything 
 from __future__ import annotations
 
 import math
+import numbers
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import gymnasium as gym
 from gymnasium import spaces
 
-from memopd_env.errors import ConfigError
+from memopd_env.errors import ActionError, ConfigError
 from memopd_env.memory import MemoryPolicy, Segment, SegmentKind, Turn, memory_policy
 from memopd_env.protocol import (
     DEFAULT_TAGS,
@@ -31,7 +32,7 @@ from memopd_env.protocol import (
 from memopd_env.protocol import (
     instructions as resolve_instructions,
 )
-from memopd_env.retrieval.base import Passage, RetrievalError, Retriever
+from memopd_env.retrieval.base import Passage, RetrievalError, Retriever, search
 from memopd_env.scoring import ANSWER_COUNTS, score_answers, split_answers
 from memopd_env.sources import resolve_retriever, resolve_tasks
 from memopd_env.spaces import UnicodeText
@@ -149,7 +150,10 @@ class MemOPDEnv(gym.Env[dict[str, Any], str]):
         _check_choice("on_invalid", on_invalid, ON_INVALID)
         _check_choice("answer_count", answer_count, ANSWER_COUNTS)
         _check_choice("on_retriever_error", on_retriever_error, ON_RETRIEVER_ERROR)
-        _check_positive(top_k=top_k, max_turns=max_turns, deadline_s=deadline_s, max_passage_chars=max_passage_chars)
+        _check_whole(num_questions=num_questions, top_k=top_k, max_turns=max_turns, max_passage_chars=max_passage_chars)
+        _check_positive(deadline_s=deadline_s)
+        if not isinstance(tags, Tags):
+            raise ConfigError(f"tags is {tags!r}; give memopd_env.protocol.Tags, e.g. Tags(search='query')")
         self.tasks: Sequence[Task] = resolve_tasks(tasks, split, num_questions, world)
         self.retriever: Retriever = resolve_retriever(retriever, tasks, world)
         self.memory = memory_policy(memory, tags.think)
@@ -200,14 +204,12 @@ class MemOPDEnv(gym.Env[dict[str, Any], str]):
             options: ``{"task_index": i}`` plays ``tasks[i]`` instead.
 
         Raises:
-            ConfigError: If there is no task of that index.
+            ConfigError: If there is no task of that index, or no such option.
         """
         super().reset(seed=seed)
-        index = (options or {}).get("task_index")
+        index = _task_index(options, len(self.tasks))
         if index is None:
             index = int(self.np_random.integers(len(self.tasks)))
-        elif not 0 <= index < len(self.tasks):
-            raise ConfigError(f"task_index is {index}, but there are {len(self.tasks)} tasks, counted from 0")
         self._task = self.tasks[index]
         self._task_text = self._renderer.task(self._task)
         self._turns: list[Turn] = []
@@ -229,7 +231,7 @@ class MemOPDEnv(gym.Env[dict[str, Any], str]):
         if query is None:
             return self.finish_step(None)
         try:
-            passages = self.retriever.search([query], self.top_k)[0]
+            passages = search(self.retriever, [query], self.top_k)[0]
         except RetrievalError as error:
             return self.finish_step(error)
         return self.finish_step(passages)
@@ -239,10 +241,14 @@ class MemOPDEnv(gym.Env[dict[str, Any], str]):
 
         Raises:
             ResetNeeded: If the episode has ended or none was started.
+            ActionError: If the action is not a text.
         """
         if self._ended:
             raise gym.error.ResetNeeded("the episode has ended: call reset() before the next step")
-        parsed = parse_action(action, self.tags)
+        try:
+            parsed = parse_action(action, self.tags)
+        except TypeError:
+            raise ActionError(f"an action is a text (str), not {type(action).__name__}: {action!r:.100}") from None
         self._pending = (action, parsed)
         return parsed.content if parsed.kind is _SEARCH and (self._deadline_s is None or not self._late()) else None
 
@@ -346,7 +352,28 @@ def _check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
         raise ConfigError(f"{name} is {value!r}; use one of {', '.join(allowed)}")
 
 
+def _task_index(options: Any, tasks: int) -> int | None:
+    if not options:
+        return None
+    if not isinstance(options, Mapping) or set(options) != {"task_index"}:
+        raise ConfigError(f"options is {options!r:.100}; the only option of reset is {{'task_index': i}}")
+    index = options["task_index"]
+    if index is None:
+        return None
+    if not isinstance(index, numbers.Integral):
+        raise ConfigError(f"task_index is {index!r:.100}; it must be a whole number")
+    if not 0 <= index < tasks:
+        raise ConfigError(f"task_index is {index}, but there are {tasks} tasks, counted from 0")
+    return int(index)
+
+
+def _check_whole(**values: int | None) -> None:
+    for name, value in values.items():
+        if value is not None and not (isinstance(value, numbers.Integral) and value > 0):
+            raise ConfigError(f"{name} is {value!r}; it must be a whole number greater than 0")
+
+
 def _check_positive(**values: float | None) -> None:
     for name, value in values.items():
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{name} is {value}; it must be greater than 0 and finite")
+        if value is not None and not (isinstance(value, numbers.Real) and 0 < value < math.inf):
+            raise ConfigError(f"{name} is {value!r}; it must be a number greater than 0 and finite")

@@ -19,6 +19,10 @@ class ConfigError(MemOPDError, ValueError):
     """An option, or a combination of options, makes no sense."""
 
 
+class ActionError(MemOPDError, TypeError):
+    """An action is not text."""
+
+
 class MissingExtraError(MemOPDError, ImportError):
     """An optional dependency is not installed; the message holds the install command."""
 

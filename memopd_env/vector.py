@@ -17,7 +17,7 @@ from gymnasium.vector.utils import batch_space
 
 from memopd_env.env import MemOPDEnv
 from memopd_env.errors import ConfigError
-from memopd_env.retrieval.base import Passage, RetrievalError
+from memopd_env.retrieval.base import Passage, RetrievalError, search
 
 Observations = dict[str, Any]
 
@@ -163,7 +163,7 @@ class MemOPDVectorEnv(gym.vector.VectorEnv[Observations, Sequence[str], np.ndarr
             return [None] * self.num_envs
         first = self.envs[0]
         try:
-            answers = iter(first.retriever.search(asked, first.top_k))
+            answers = iter(search(first.retriever, asked, first.top_k))
         except RetrievalError as error:
             if first.on_retriever_error == "raise":
                 raise

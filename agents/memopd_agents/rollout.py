@@ -26,7 +26,7 @@ from memopd_agents.seeds import episode_seed
 from memopd_env.env import MemOPDEnv
 from memopd_env.errors import ConfigError, MemOPDError
 from memopd_env.memory import Segment
-from memopd_env.retrieval.base import Passage, RetrievalError
+from memopd_env.retrieval.base import Passage, RetrievalError, search
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -242,7 +242,7 @@ class _Loop:
     def _begin_search(self) -> None:
         seats, self._to_search = self._to_search, []
         core = seats[0].core
-        future = self._thread.submit(core.retriever.search, [seat.query for seat in seats], core.top_k)
+        future = self._thread.submit(search, core.retriever, [seat.query for seat in seats], core.top_k)
         self._search = future, seats
 
     def _answer_searches(self, finished: list[Episode]) -> None:

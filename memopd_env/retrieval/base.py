@@ -6,9 +6,10 @@ never text in a passage and never an empty result.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from memopd_env.errors import MemOPDError
 
@@ -54,3 +55,22 @@ class Retriever(Protocol):
     def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
         """Return for each query up to ``k`` passages, best first; raises RetrievalError when it cannot."""
         ...
+
+
+def search(retriever: Retriever, queries: Sequence[str], k: int) -> list[list[Passage]]:
+    """Ask a retriever, and check that its answer has the promised shape: anybody may write one.
+
+    Raises:
+        RetrievalError: If it has not; whatever the retriever itself raises goes through.
+    """
+    found: Any = retriever.search(queries, k)
+    try:
+        fits = len(found) == len(queries) and all(isinstance(one, Passage) for passages in found for one in passages)
+    except TypeError:
+        fits = False
+    if not fits:
+        raise RetrievalError(
+            f"{type(retriever).__name__}.search returned {reprlib.repr(found)} for {len(queries)} queries; it must "
+            "return a list of Passage objects for each (memopd_env.testing.check_retriever checks a retriever)"
+        )
+    return found

@@ -1,6 +1,7 @@
 """The environment, played through gymnasium.make."""
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -13,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import memopd_env
-from memopd_env import StopReason, Task
-from memopd_env.errors import ConfigError
+from memopd_env import MemOPDEnv, StopReason, Task
+from memopd_env.errors import ActionError, ConfigError
 from memopd_env.memory import Segment, SegmentKind
 from memopd_env.protocol import Tags
 from memopd_env.retrieval import Passage, RetrievalError
@@ -364,3 +365,56 @@ def test_turns_searches_and_invalid_actions_are_counted(actions):
     assert record["searches"] == searches
     assert record["invalid_actions"] == len(actions) - searches
     assert record["em"] == 2
+
+
+@pytest.mark.parametrize("action", [None, 3, b"<answer>a; b</answer>", ["<answer>a; b</answer>"]])
+def test_an_action_that_is_no_text_is_refused_and_the_episode_goes_on(make, action):
+    env = make().unwrapped
+    env.reset(options={"task_index": 0})
+    with pytest.raises(ActionError, match=f"not {type(action).__name__}"):
+        env.step(action)
+    assert env.step("<answer>Paris; Madrid</answer>")[1] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [("x", "options is 'x'"), ({"task": 1}, "task_index"), ({"task_index": 1.5}, "1.5"), ({"task_index": "a"}, "'a'")],
+)
+def test_reset_options_that_mean_nothing_are_refused(make, options, named):
+    with pytest.raises(ConfigError, match=named):
+        make().unwrapped.reset(options=options)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"top_k": 1.5},
+        {"top_k": "3"},
+        {"max_turns": 0},
+        {"num_questions": 2.5},
+        {"num_questions": 0},
+        {"tags": "think"},
+        {"deadline_s": math.inf},
+        {"deadline_s": math.nan},
+        {"deadline_s": "1"},
+        {"max_passage_chars": 0},
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_by_name(setting):
+    with pytest.raises(ConfigError, match=next(iter(setting))):
+        MemOPDEnv(**setting)
+
+
+@pytest.mark.parametrize("answer", [None, [], [None], [["text"]], 7, [[Passage("0", "A", "a")], []]])
+def test_a_retriever_that_breaks_its_promise_is_named(make, answer):
+    class Careless:
+        def search(self, queries, k):
+            return answer
+
+    env = make(retriever=Careless()).unwrapped
+    env.reset(options={"task_index": 0})
+    with pytest.raises(RetrievalError, match=r"Careless.search returned .* for 1 queries"):
+        env.step("<search>Spain</search>")
+    lenient = make(retriever=Careless(), on_retriever_error="truncate").unwrapped
+    lenient.reset(options={"task_index": 0})
+    assert lenient.step("<search>Spain</search>")[4]["episode"]["stop_reason"] == "retriever_error"
