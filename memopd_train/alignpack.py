@@ -17,6 +17,7 @@ Axes: T = tokens of the row, A = sampled tokens of the pack (order: episode, cal
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
@@ -206,8 +207,8 @@ def pack(episodes: Sequence[Episode], *, max_tokens: int | None = None, share_pr
         Packs that together hold every sampled token exactly once.
 
     Raises:
-        PackError: If a call is longer than ``max_tokens``, or has sampled tokens but an empty prompt. Nothing is
-            truncated.
+        PackError: If a call is longer than ``max_tokens``, has sampled tokens but an empty prompt, or holds
+            something that is no token id. Nothing is truncated.
     """
     paths = _paths(episodes, max_tokens)
     if share_prefix:
@@ -277,7 +278,13 @@ def _paths(episodes: Sequence[Episode], max_tokens: int | None) -> list[_Path]:
                     f"episode {e} (task {episodes[e].task_id!r}), call {c}: {length} tokens, over "
                     f"max_tokens={max_tokens}: raise it, or shorten what the memory policy lets grow"
                 )
-            ids = np.fromiter([*call.prompt_ids, *call.action_ids], dtype=np.int64, count=length)
+            ids = np.asarray([*call.prompt_ids, *call.action_ids])
+            if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= 2**32:
+                raise PackError(
+                    f"episode {e}, call {c}: token ids are whole numbers from 0, but the call holds "
+                    f"{reprlib.repr([i for i in ids.tolist() if not (isinstance(i, int) and 0 <= i < 2**32)])}"
+                )
+            ids = ids.astype(np.int64)
             paths.append(_Path(ids, len(call.prompt_ids), e, c, flat_start))
             flat_start += len(call.action_ids)
     return paths

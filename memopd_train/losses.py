@@ -402,6 +402,14 @@ def _check(tokens: _Tokens, options: LossOptions, models: dict[str, Projection])
     vocab = min(widths.values()) if options.valid_vocab is None else options.valid_vocab
     if vocab > min(widths.values()):
         raise LossInputError(f"valid_vocab={vocab} exceeds a head of {widths}: use the number of ids in the tokenizer")
+    for name, model in models.items():
+        if model.hidden.shape[1:] != model.weight.shape[1:]:
+            raise LossInputError(
+                f"the {name}'s hidden states {tuple(model.hidden.shape)} do not fit its head "
+                f"{tuple(model.weight.shape)}: both end in the model's width"
+            )
+    if tokens.action_ids.is_floating_point() or (tokens.action_ids < 0).any():
+        raise LossInputError("action_ids must be whole numbers from 0: they are the sampled token ids")
     highest = int(tokens.action_ids.max()) if len(tokens.action_ids) else 0
     if highest >= vocab:
         raise LossInputError(

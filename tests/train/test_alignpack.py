@@ -267,3 +267,9 @@ def test_engine_logprobs_come_along_when_every_call_has_them() -> None:
     assert sampled_tokens([Episode([*calls, Call([1], [5])], 0.0)]).logprobs is None
     with pytest.raises(PackError, match="episode 0, call 0: 1 log-probabilities for 2"):
         sampled_tokens([Episode([Call([1], [2, 3], logprobs=[-0.5])], 0.0)])
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, "7", None, 2**32])
+def test_what_is_no_token_id_is_refused_and_shown(wrong):
+    with pytest.raises(PackError, match="episode 0, call 0: token ids are whole numbers"):
+        pack([Episode([Call([1, 2], [3, wrong])], 1.0)])

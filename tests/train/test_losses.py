@@ -56,7 +56,7 @@ class Inputs:
         }
         return ppo_opd_loss(
             changes.pop("student", self.student),
-            self.action_ids,
+            changes.pop("action_ids", self.action_ids),
             changes.pop("old_logprobs", self.old_logprobs),
             changes.pop("advantages", self.advantages),
             **(arguments | changes),
@@ -371,6 +371,11 @@ def test_inputs_that_do_not_fit_are_errors_that_say_which() -> None:
         x.call(LossOptions(valid_vocab=VOCAB + 1))
     with pytest.raises(LossInputError, match="was sampled, but ids end at 4"):
         x.call(LossOptions(valid_vocab=5))
+    for wrong in (x.action_ids - VOCAB, x.action_ids.float()):
+        with pytest.raises(LossInputError, match="whole numbers from 0"):
+            x.call(LossOptions(), action_ids=wrong)
+    with pytest.raises(LossInputError, match="the teacher's hidden states"):
+        x.call(LossOptions(), teacher=Projection(x.teacher.hidden[:, 1:], x.teacher.weight))
 
 
 def test_options_that_make_no_sense_are_errors() -> None:
