@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from typing import Any
 
@@ -61,7 +64,7 @@ CURES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``memopd``; returns the exit status (0 done, 1 the command says no, 2 bad input, 130 interrupted)."""
+    """Run ``memopd``; returns the exit status (0 done, 1 the command says no, 2 bad input, 130 or 143 stopped)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     commands = {entry.name: entry for entry in entry_points(group=GROUP)}
     if not given or given[0] in ("-h", "--help"):
@@ -73,13 +76,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given[0] not in commands:
         return _fail(f"there is no sub-command {given[0]!r}; choose from {', '.join(sorted(commands))}")
     try:
-        return _run(commands[given[0]], given[1:])
+        with _termination():
+            return _run(commands[given[0]], given[1:])
     except MemOPDError as error:
         return _fail(str(error))
     except OSError as error:
         return _fail(_refusal(error))
+    except _Terminated:
+        return _fail("terminated", status=143)
     except KeyboardInterrupt:
         return _fail("interrupted", status=130)
+
+
+class _Terminated(BaseException):
+    """A scheduler or ``kill`` asked the process to end: unwind as after Ctrl-C, so that files are closed in order."""
+
+
+@contextmanager
+def _termination() -> Iterator[None]:
+    def end(number: int, frame: object) -> None:
+        raise _Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python delivers signals to the main thread alone
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _run(entry: EntryPoint, arguments: list[str]) -> int:

@@ -1,9 +1,12 @@
 """The memopd command: lazy, and one line where something is wrong."""
 
 import errno
+import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -106,6 +109,26 @@ def test_control_characters_of_a_message_do_not_reach_the_terminal(entry, capsys
 def test_an_interrupt_has_its_usual_status(entry, capsys):
     entry("def run() -> None:\n    raise KeyboardInterrupt\n")
     assert cli.main(["extra"]) == 130
+
+
+def test_a_terminated_evaluation_unwinds_and_goes_on_where_it_stopped(tmp_path):
+    (tmp_path / "slow.py").write_text(
+        "import time\n\ndef slow(observation, info):\n    time.sleep(0.2)\n    return '<answer>a; b</answer>'\n"
+    )
+    run = [sys.executable, "-m", "memopd_env.cli", "eval", "--agent", "slow:slow", "--episodes", "12", "--workers", "1"]
+    run += ["--out", "run"]
+    process = subprocess.Popen(run, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    episodes = tmp_path / "run" / "episodes.jsonl"
+    while not (episodes.exists() and len(episodes.read_bytes().splitlines()) >= 2):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=30)[1].splitlines()[-1] == "memopd: terminated"
+    assert process.returncode == 143
+    kept = episodes.read_bytes()
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["wall_time_s"] > 0
+    assert subprocess.run(run, cwd=tmp_path, capture_output=True).returncode == 0
+    assert episodes.read_bytes().startswith(kept) and len(episodes.read_bytes().splitlines()) == 12
 
 
 @pytest.mark.parametrize(
