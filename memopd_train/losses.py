@@ -94,6 +94,8 @@ class LossMetrics:
         ratio_p99: 99 % quantile of the ratios.
         importance: Truncated importance weight; 1 without rollout log-probs.
         importance_capped: Share of tokens at the cap.
+        policy_pull: Squared length of the PPO term's gradient with respect to all logits, after its coefficient.
+        opd_pull: The same of the distillation; the two tell whether a coefficient drowns the other term.
         logprobs: (A,) student log-probs of the sampled tokens.
         entropies: (A,) student entropies.
         divergences: (A,) divergence from the teacher. The three arrays mean nothing where the weight is zero.
@@ -110,6 +112,8 @@ class LossMetrics:
     ratio_p99: Tensor
     importance: Tensor
     importance_capped: Tensor
+    policy_pull: Tensor
+    opd_pull: Tensor
     logprobs: Tensor
     entropies: Tensor
     divergences: Tensor
@@ -259,6 +263,9 @@ class _Values(NamedTuple):
     ref_kls: Tensor
     policy_losses: Tensor
     clipped: Tensor
+    policy_pulls: Tensor
+    """Length of the gradient with respect to the token's logits, before its weight."""
+    opd_pulls: Tensor
 
 
 class _Fused(torch.autograd.Function):
@@ -342,7 +349,7 @@ def _chunk(
 
     # Distillation: as a loss of its own, or (sampled token) as a part of the advantage.
     advantages = tokens.advantages
-    divergence = torch.zeros_like(logprob)
+    divergence, opd_pull = torch.zeros_like(logprob), torch.zeros_like(logprob)
     if teacher is not None:
         distils = active & (tokens.opd_weights != 0)
         strength = torch.where(distils, options.opd_coef * tokens.opd_weights, 0.0)
@@ -355,6 +362,7 @@ def _chunk(
             divergence, gradient = divergence_and_gradient(kind, logp, p, logq, beta=options.jsd_beta, k=options.top_k)
             divergence = torch.where(distils, divergence, 0.0)
             total = total + strength * divergence
+            opd_pull = (strength * torch.linalg.vector_norm(gradient, dim=1)).abs()
             pull(gradient, strength)
             del gradient
         del logq
@@ -367,7 +375,12 @@ def _chunk(
     clipped = bounded * advantages < ratio * advantages
     total = total + options.policy_coef * policy_loss
     moves = ~clipped & (log_ratio.abs() <= LOG_RATIO_LIMIT)
-    slope = torch.where(moves, -options.policy_coef * tokens.importance * advantages * ratio, 0.0)
+    per_advantage = torch.where(moves, -options.policy_coef * tokens.importance * ratio, 0.0)
+    slope = per_advantage * advantages
+    # The gradient of a log-prob is one-hot - p; what distillation added to the advantage is its share of the pull.
+    length = (1.0 - 2.0 * p.gather(1, chosen)[:, 0] + torch.linalg.vector_norm(p, dim=1).square()).clamp(min=0).sqrt()
+    policy_pull = (per_advantage * tokens.advantages).abs() * length
+    opd_pull = opd_pull + (per_advantage * (advantages - tokens.advantages)).abs() * length
     pull(p, -slope)
     grad_logits.scatter_add_(1, chosen, _weighted(tokens.weights, slope)[:, None])
 
@@ -379,7 +392,9 @@ def _chunk(
         total = total + options.ref_coef * ref_kl
         pull(gradient, options.ref_coef)
 
-    values = _Values(logprob, entropy, divergence, ref_kl, policy_loss, clipped.to(logprob.dtype))
+    values = _Values(
+        logprob, entropy, divergence, ref_kl, policy_loss, clipped.to(logprob.dtype), policy_pull, opd_pull
+    )
     return _weighted(tokens.weights, total).sum(), values, grad_logits
 
 
@@ -440,6 +455,8 @@ def _metrics(tokens: _Tokens, values: _Values, options: LossOptions) -> LossMetr
         ratio_p99=tail.quantile(0.99),
         importance=mean(tokens.importance),
         importance_capped=mean((tokens.importance >= options.importance_cap).to(ratio.dtype)),
+        policy_pull=_weighted(tokens.weights, values.policy_pulls).square().sum(),
+        opd_pull=_weighted(tokens.weights, values.opd_pulls).square().sum(),
         logprobs=values.logprobs,
         entropies=values.entropies,
         divergences=values.divergences,

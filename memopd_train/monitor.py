@@ -9,6 +9,7 @@ A line of ``metrics.jsonl`` (one per iteration; what no function below describes
 ``step``, ``iteration``         optimiser steps and iterations done
 ``policy_loss``, ``value_loss`` clipped PPO term; half the squared error of the critic
 ``opd``, ``opd_coef``           divergence from the teacher before its coefficient; the coefficient
+``opd_grad_share``              |g_opd| / (|g_opd| + |g_ppo|), gradients at the logits: 0.5 is equal strength
 ``entropy``, ``ref_kl``         nats per sampled token; KL(student || reference)
 ``approx_kl``, ``ratio_max``,   how far the updates moved the policy from the one that played: k3 estimate, largest and
 ``ratio_p99``                   99 % quantile of the ratio
@@ -143,6 +144,17 @@ def ratio_metrics(logprobs: Sequence[Tensor], old_logprobs: Sequence[Tensor]) ->
         return {}
     ratio = (torch.cat(list(logprobs)) - torch.cat(list(old_logprobs))).clamp(-20, 20).exp()
     return {"ratio_max": float(ratio.max()), "ratio_p99": quantile(ratio, 0.99)}
+
+
+def pull_metrics(policy_pull: float, opd_pull: float) -> dict[str, float]:
+    """Share of the distillation in the gradient at the logits; coefficients do not carry over, this figure does.
+
+    Args:
+        policy_pull: Squared length of the PPO term's gradient (:class:`memopd_train.losses.LossMetrics`).
+        opd_pull: The same of the distillation.
+    """
+    policy, opd = policy_pull**0.5, opd_pull**0.5
+    return {"opd_grad_share": opd / (opd + policy) if opd + policy > 0 else 0.0}
 
 
 class Alarms:

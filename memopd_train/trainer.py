@@ -84,6 +84,8 @@ _SUMMED = (
     "approx_kl",
     "importance",
     "importance_capped",
+    "policy_pull",
+    "opd_pull",
 )
 """Loss metrics that are weighted like the loss, so that packs add up."""
 
@@ -399,8 +401,10 @@ class MemOPDTrainer(Run):
             for name, value in found.items():
                 totals[name] = totals.get(name, torch.zeros_like(value)) + value
         norms = self._step()
+        summed = {name: float(value) for name, value in totals.items()}
         return {
-            **{name: float(value) for name, value in totals.items()},
+            **monitor.pull_metrics(summed.pop("policy_pull", 0.0), summed.pop("opd_pull", 0.0)),
+            **summed,
             **monitor.ratio_metrics(logprobs, old),
             **norms,
             "opd_coef": options.opd_coef,

@@ -231,6 +231,20 @@ def test_a_teacher_equal_to_the_student_and_no_advantage_give_no_gradient(diverg
     assert all(g.abs().max() < 1e-6 for g in x.gradients(loss))
 
 
+@pytest.mark.parametrize("divergence", [d for d in Divergence if d is not Divergence.NONE])
+def test_the_pulls_are_the_lengths_of_the_two_gradients_at_the_logits(divergence: str) -> None:
+    x = Inputs()
+    hidden = logits(x.student, VOCAB).detach().requires_grad_()  # under a head of ones these are the logits
+    x.student = Projection(hidden, torch.eye(VOCAB, requires_grad=True), None)
+    wide = {"clip_low": 0.99, "clip_high": 100.0}  # so that the advantage cannot change which token is clipped
+    both = dataclasses.replace(all_terms(divergence), entropy_coef=0.0, ref_coef=0.0, **wide)
+    with_both, policy = (x.gradients(naive(x, o))[0] for o in (both, dataclasses.replace(both, opd_coef=0.0)))
+    _, metrics = x.call(both)
+    assert float(metrics.policy_pull) == pytest.approx(float(policy.square().sum()), rel=1e-4)
+    assert float(metrics.opd_pull) == pytest.approx(float((with_both - policy).square().sum()), rel=1e-4)
+    assert float(metrics.policy_pull) > 0 < float(metrics.opd_pull)
+
+
 def test_a_clipped_token_gets_no_policy_gradient_and_an_unclipped_one_does() -> None:
     x, options = Inputs(count=4), LossOptions(divergence="none")
     logp = torch.log_softmax(logits(x.student, VOCAB), 1).detach().gather(1, x.action_ids[:, None])[:, 0]

@@ -33,6 +33,12 @@ def test_no_episodes_are_no_error():
     assert monitor.episode_metrics([])["reward"] == 0.0
 
 
+def test_the_share_of_the_distillation_is_half_where_both_pull_alike():
+    assert monitor.pull_metrics(4.0, 4.0) == {"opd_grad_share": 0.5}
+    assert monitor.pull_metrics(1.0, 9.0) == {"opd_grad_share": 0.75}
+    assert monitor.pull_metrics(0.0, 0.0) == {"opd_grad_share": 0.0}
+
+
 def test_updates_are_averaged_but_the_largest_ratio_is_the_largest():
     assert monitor.summarise([{"ratio_max": 3.0, "opd": 1.0}, {"ratio_max": 2.0, "opd": 2.0}, {"opd": 3.0}]) == {
         "ratio_max": 3.0,

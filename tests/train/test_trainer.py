@@ -42,6 +42,7 @@ PROMISED = (
     "seconds_prepare",
     "seconds_learn",
     "opd_coef",
+    "opd_grad_share",
 )
 
 
