@@ -17,6 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+import torch
+from accelerate import PartialState
+from accelerate.utils import reduce
 from safetensors import SafetensorError
 from torch import nn
 from transformers import Trainer, TrainerState
@@ -233,3 +236,11 @@ def stop_on_signal() -> Iterator[Interrupt]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def any_rank(holds: bool) -> bool:
+    """True on every rank if it is on one; every rank must ask, at the same point."""
+    state = PartialState()
+    if state.num_processes == 1:
+        return holds
+    return bool(reduce(torch.tensor(float(holds), device=state.device), "sum") > 0)

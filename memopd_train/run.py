@@ -29,7 +29,7 @@ from trl.trainer.base_trainer import _BaseTrainer
 
 from memopd_agents.episode import Episode, read_episodes, write_episodes
 from memopd_env.tasks.task import Task
-from memopd_train.checkpoint import AtomicCheckpoints, Interrupt, reading
+from memopd_train.checkpoint import AtomicCheckpoints, Interrupt, any_rank, reading
 from memopd_train.config import MemOPDConfig
 from memopd_train.errors import CheckpointError
 from memopd_train.experience import Experience
@@ -133,10 +133,7 @@ class Run(AtomicCheckpoints, _BaseTrainer):
 
     def any_rank(self, holds: bool) -> bool:
         """True on every rank if it is on one; every rank must ask."""
-        if self.args.world_size == 1:
-            return holds
-        count: Any = self.accelerator.reduce(torch.tensor(float(holds), device=self.args.device), "sum")
-        return bool(count > 0)
+        return any_rank(holds)
 
     def over_ranks(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Each metric over all ranks: a sum if it counts things, else the mean. Every rank must have the same ones."""

@@ -42,7 +42,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from memopd_agents.episode import Episode, read_episodes
 from memopd_train.attention import BackendError, output_head
-from memopd_train.checkpoint import AtomicCheckpoints, Interrupt, checkpoint_to_resume, stop_on_signal
+from memopd_train.checkpoint import AtomicCheckpoints, Interrupt, any_rank, checkpoint_to_resume, stop_on_signal
 from memopd_train.config import MemOPDSFTConfig
 from memopd_train.errors import CallTooLongError, EpisodeError, TrainingInterrupted, VocabularyError
 from memopd_train.progress import MetricsLog, Progress, ProgressCallback
@@ -91,7 +91,8 @@ def train_sft(
     config = replace(config or MemOPDSFTConfig(), output_dir=str(out))
     rows = call_rows(episodes, model, config.loss_on)
     done = 0 if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
-    log = MetricsLog(out / "metrics.jsonl", resume_step=done)
+    # One rank writes: a second one that opened the file anew would take it away from the first.
+    log = MetricsLog(out / "metrics.jsonl", resume_step=done) if config.process_index == 0 else None
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     forward, use_cache = model.__dict__.get("forward"), model.config.use_cache
@@ -108,9 +109,10 @@ def train_sft(
         try:
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         finally:
-            log.close()
+            if log is not None:
+                log.close()
             _restore(model, forward, use_cache)
-        if interrupt:
+        if any_rank(bool(interrupt)):
             raise TrainingInterrupted(
                 f"stopped at step {trainer.state.global_step} of {trainer.state.max_steps}; the state is in {out}. "
                 "Run the same command again with --resume to continue"
@@ -238,29 +240,31 @@ class _EpisodeSFTTrainer(AtomicCheckpoints, SFTTrainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         assert isinstance(self.train_dataset, Dataset)
         lengths = [len(ids) for ids in self.train_dataset["input_ids"]]
-        return _LengthGroups(lengths, self.args.train_batch_size, self.args.seed)
+        # One group is what all ranks take in a step: rows of one length, so that none waits for another.
+        return _LengthGroups(lengths, self.args.train_batch_size * self.args.world_size, self.args.seed)
 
 
 class _Watch(TrainerCallback):
     """Writes metrics, reports progress, and stops the run on request or when its time is up."""
 
     def __init__(
-        self, log: MetricsLog, max_seconds: float, interrupt: Interrupt, on_progress: ProgressCallback | None
+        self, log: MetricsLog | None, max_seconds: float, interrupt: Interrupt, on_progress: ProgressCallback | None
     ) -> None:
         self.log, self.max_seconds, self.interrupt, self.on_progress = log, max_seconds, interrupt, on_progress
         self.started = time.monotonic()
-        self.tokens_before = int(log.last.get("tokens", 0))
+        self.seconds_before = 0.0 if log is None else log.seconds_before
+        self.tokens_before = 0 if log is None else int(log.last.get("tokens", 0))
         self.newest: dict[str, float] = {}
 
     @property
     def seconds(self) -> float:
-        return self.log.seconds_before + time.monotonic() - self.started
+        return self.seconds_before + time.monotonic() - self.started
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self.interrupt or (self.max_seconds and self.seconds >= self.max_seconds):
+        if any_rank(bool(self.interrupt or (self.max_seconds and self.seconds >= self.max_seconds))):
             control.should_training_stop = control.should_save = True
         control.should_log |= control.should_save
-        if self.on_progress is not None:
+        if self.on_progress is not None and state.is_world_process_zero:
             self.on_progress(Progress("sft", state.global_step, state.max_steps, self.seconds, self.newest))
 
     def on_log(
@@ -271,7 +275,7 @@ class _Watch(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        if logs is None or "loss" not in logs or not state.is_world_process_zero:
+        if logs is None or "loss" not in logs or self.log is None:
             return
         self.newest = {"loss": logs["loss"], "accuracy": logs["mean_token_accuracy"]}
         self.log.write(

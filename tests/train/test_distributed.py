@@ -39,21 +39,35 @@ SCRIPT = """
     save_file(weights, out / f"rank-{{trainer.args.process_index}}.safetensors")
 """
 
+SFT_SCRIPT = """
+    import sys
+    sys.path.insert(0, {tests!r})
+    from test_sft import config, copying_episodes, tiny_model, tiny_tokenizer
+    from memopd_train.sft import train_sft
+
+    train_sft(
+        tiny_model(), tiny_tokenizer(), copying_episodes(), {out!r}, config(per_device_train_batch_size={rows}, {more})
+    )
+"""
+
+
+def launch(script, text, ranks=2):
+    script.write_text(textwrap.dedent(text))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(port), str(script)]
+    done = subprocess.run([sys.executable, *command], capture_output=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr.decode()[-4000:]
+
 
 @pytest.mark.slow
 def test_two_ranks_agree_and_resume(colours, tmp_path):
     out = tmp_path / "out"
 
     def run(iterations):
-        script = tmp_path / "run.py"
         where = {"tests": os.path.dirname(__file__), "cold": str(colours.folder), "out": str(out)}
-        script.write_text(textwrap.dedent(SCRIPT).format(iterations=iterations, **where))
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port), str(script)]
-        done = subprocess.run([sys.executable, *launch], capture_output=True, check=False)
-        assert done.returncode == 0, done.stderr.decode()[-4000:]
+        launch(tmp_path / "run.py", SCRIPT.format(iterations=iterations, **where))
 
     run(2)
     run(3)
@@ -63,6 +77,28 @@ def test_two_ranks_agree_and_resume(colours, tmp_path):
     assert lines[1]["eval_episodes"] == 6
     one, other = (load_file(out / f"rank-{rank}.safetensors") for rank in (0, 1))
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.slow
+def test_a_cold_start_on_two_ranks_is_the_one_on_one_rank_with_as_many_rows(tmp_path):
+    where = {"tests": os.path.dirname(__file__)}
+    for ranks, rows in ((1, 8), (2, 4)):
+        text = SFT_SCRIPT.format(out=str(tmp_path / f"on{ranks}"), rows=rows, more="", **where)
+        launch(tmp_path / "run.py", text, ranks)
+    one, two = (load_file(tmp_path / f"on{ranks}" / "model" / "model.safetensors") for ranks in (1, 2))
+    assert max(float((one[name] - two[name]).abs().max()) for name in one) < 1e-4
+    logs = [read_metrics(tmp_path / f"on{ranks}" / "metrics.jsonl") for ranks in (1, 2)]
+    assert [line["step"] for line in logs[1]] == list(range(1, 13))
+    assert [line["tokens"] for line in logs[1]] == [line["tokens"] for line in logs[0]]
+
+
+@pytest.mark.slow
+def test_two_ranks_of_a_cold_start_stop_at_the_same_step_when_time_is_up(tmp_path):
+    more = "max_seconds=0.5 if __import__('os').environ['RANK'] == '1' else 600.0, max_steps=100_000"
+    text = SFT_SCRIPT.format(out=str(tmp_path / "out"), rows=4, more=more, tests=os.path.dirname(__file__))
+    launch(tmp_path / "run.py", text)
+    assert (tmp_path / "out" / "model").is_dir()
+    assert read_metrics(tmp_path / "out" / "metrics.jsonl")
 
 
 def test_a_rank_without_work_contributes_a_differentiable_zero(colours):
