@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -243,4 +244,5 @@ def any_rank(holds: bool) -> bool:
     state = PartialState()
     if state.num_processes == 1:
         return holds
-    return bool(reduce(torch.tensor(float(holds), device=state.device), "sum") > 0)
+    count: Any = reduce(torch.tensor(float(holds), device=state.device), "sum")
+    return bool(count > 0)
