@@ -89,6 +89,7 @@ def sft(
     from memopd_train.sft import train_sft
 
     options = load_config(MemOPDSFTConfig, context.args, file=config)
+    console.quiet = options.process_index > 0  # one rank speaks for all
     choices = {"memory": memory, "instructions": instructions, "top_k": top_k, "max_turns": max_turns}
     stage = _Stage(tasks, corpus, num_questions, world, split, choices)
     texts = stage.texts() if model.startswith("new:") else None
@@ -142,6 +143,7 @@ def memopd(
     from memopd_train.trainer import MemOPDTrainer
 
     options = load_config(MemOPDConfig, [*context.args, "--output_dir", str(out)], file=config)
+    console.quiet = options.process_index > 0
     choices = {"memory": memory, "instructions": instructions, "top_k": top_k, "max_turns": max_turns}
     stage = _Stage(tasks, corpus, num_questions, world, split, choices)
     held_out = stage.held_out(eval_tasks) if eval_tasks is not None or options.eval_every else ()

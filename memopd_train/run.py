@@ -97,7 +97,7 @@ class Run(AtomicCheckpoints, _BaseTrainer):
         """True once the run was asked to stop, by a signal, by a callback or by its time budget."""
         over = self.args.max_seconds > 0 and self.seconds() >= self.args.max_seconds
         stopped = self.control.should_training_stop and self.state.global_step < self.state.max_steps
-        return self.any_rank(bool(self.interrupt) or over or stopped)
+        return any_rank(bool(self.interrupt) or over or stopped)
 
     def report(self, stage: str, metrics: Mapping[str, float], names: Sequence[str] = ()) -> None:
         """Tell the progress callback where the run is, with some of the metrics."""
@@ -130,10 +130,6 @@ class Run(AtomicCheckpoints, _BaseTrainer):
             drawn += order[max(start - epoch * count, 0) : start + groups - epoch * count]
         mine = drawn[self.args.process_index :: self.args.world_size]
         return [index for index in mine for _ in range(self.args.rollouts_per_task)]
-
-    def any_rank(self, holds: bool) -> bool:
-        """True on every rank if it is on one; every rank must ask."""
-        return any_rank(holds)
 
     def over_ranks(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Each metric over all ranks: a sum if it counts things, else the mean. Every rank must have the same ones."""

@@ -56,7 +56,7 @@ from memopd_env.errors import ConfigError
 from memopd_env.tasks.task import Task
 from memopd_train import monitor
 from memopd_train.alignpack import Pack
-from memopd_train.checkpoint import checkpoint_to_resume, stop_on_signal
+from memopd_train.checkpoint import any_rank, checkpoint_to_resume, stop_on_signal
 from memopd_train.config import MemOPDConfig, check_parts
 from memopd_train.errors import EpisodeError, TrainingInterrupted
 from memopd_train.experience import Experience, Layout, gather, lay_out, nothing_to_learn
@@ -221,7 +221,7 @@ class MemOPDTrainer(Run):
             finally:
                 self.finish()
             self._save_checkpoint(self.actor_critic)
-            if self.any_rank(bool(self.interrupt)):
+            if any_rank(bool(self.interrupt)):
                 raise TrainingInterrupted(
                     f"stopped in iteration {self.iteration + 1} of {self.args.iterations}; the state is in {self.out}. "
                     "Run the same command again with --resume to continue"
@@ -402,8 +402,9 @@ class MemOPDTrainer(Run):
                 totals[name] = totals.get(name, torch.zeros_like(value)) + value
         norms = self._step()
         summed = {name: float(value) for name, value in totals.items()}
+        pulls = [] if only_critic else [summed.pop("policy_pull"), summed.pop("opd_pull")]
         return {
-            **monitor.pull_metrics(summed.pop("policy_pull", 0.0), summed.pop("opd_pull", 0.0)),
+            **(monitor.pull_metrics(*pulls) if pulls else {}),
             **summed,
             **monitor.ratio_metrics(logprobs, old),
             **norms,
