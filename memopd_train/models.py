@@ -22,6 +22,7 @@ from memopd_train.attention import Backend, hidden_states, output_head, use_back
 from memopd_train.errors import VocabularyError
 from memopd_train.loading import load_model
 from memopd_train.projection import Projection
+from memopd_train.weights import align
 
 
 class Critic(nn.Module):
@@ -65,6 +66,7 @@ class ActorCritic(nn.Module):
         self.actor = actor
         self.critic = critic
         self.backend = Backend(backend)
+        align(self)
         use_backend(actor, self.backend)
         if critic.backbone is not None:
             use_backend(critic.backbone, self.backend)
@@ -123,6 +125,7 @@ def freeze(model: PreTrainedModel | str | None, backend: Backend | str, device: 
     if model is None:
         return None
     loaded = load_model(model, frozen=True) if isinstance(model, str) else model
+    align(loaded)
     use_backend(loaded, backend)
     return loaded.requires_grad_(False).eval().to(device)  # pyright: ignore[reportArgumentType]
 

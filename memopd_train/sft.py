@@ -47,6 +47,7 @@ from memopd_train.config import MemOPDSFTConfig
 from memopd_train.errors import CallTooLongError, EpisodeError, TrainingInterrupted, VocabularyError
 from memopd_train.progress import MetricsLog, Progress, ProgressCallback
 from memopd_train.projection import Projection
+from memopd_train.weights import align
 
 IGNORED = -100
 
@@ -90,6 +91,7 @@ def train_sft(
         return out / "model"
     config = replace(config or MemOPDSFTConfig(), output_dir=str(out))
     rows = call_rows(episodes, model, config.loss_on)
+    align(model)
     done = 0 if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
     # One rank writes: a second one that opened the file anew would take it away from the first.
     log = MetricsLog(out / "metrics.jsonl", resume_step=done) if config.process_index == 0 else None

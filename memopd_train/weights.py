@@ -8,13 +8,17 @@ student's.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from memopd_agents.engines.base import Engine, EngineError
 from memopd_agents.engines.hf import weights_checksum
+
+ALIGNMENT = 64
+"""Bytes; where torch's own memory on a CPU begins."""
 
 
 def sync_engine(engine: Engine, actor: PreTrainedModel, version: int) -> None:
@@ -43,3 +47,14 @@ def weights_of(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield name and whole tensor of each parameter; a sharded one is gathered, so every rank must iterate."""
     for name, parameter in model.named_parameters():
         yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def align(model: nn.Module) -> None:
+    """Copy weights that do not begin where torch's own memory does; a file maps them to any address.
+
+    The matrix products of some CPUs round differently by address: a model as it was loaded and the same weights out of
+    a checkpoint would not go on to the same bits.
+    """
+    for tensor in chain(model.parameters(), model.buffers()):
+        if tensor.device.type == "cpu" and tensor.data_ptr() % ALIGNMENT:
+            tensor.data = tensor.data.clone()

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -331,6 +333,10 @@ def _run_server(
         workers=workers,
         token=token,
     )
+    if threading.current_thread() is threading.main_thread():
+        # uvicorn shuts down in order on SIGTERM and then sends it once more: by then nothing is left to end, and a
+        # server that ended as it was asked to has not failed.
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
     uvicorn.run(web, host=host, port=port, log_level="warning", timeout_graceful_shutdown=30, backlog=4096)
 
 

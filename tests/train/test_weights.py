@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from memopd_agents.engines import EngineError, HFEngine
-from memopd_train.weights import sync_engine
+from memopd_train.weights import ALIGNMENT, align, sync_engine
 
 
 def test_an_engine_that_shares_the_student_only_learns_the_version(colours):
@@ -31,3 +31,14 @@ def test_one_changed_bit_is_noticed(colours):
 
     with pytest.raises(EngineError, match="step 3"):
         sync_engine(Careless(colours.stranger(2), colours.tokenizer), colours.stranger(1), 3)
+
+
+def test_weights_at_odd_addresses_move_and_keep_their_values_and_ties():
+    model = torch.nn.ModuleList([torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False)])
+    odd = torch.arange(65.0)[1:].view(8, 8)
+    model[0].weight = model[1].weight = torch.nn.Parameter(odd)
+    assert model[0].weight.data_ptr() % ALIGNMENT
+    align(model)
+    assert model[0].weight is model[1].weight
+    assert model[0].weight.data_ptr() % ALIGNMENT == 0
+    assert torch.equal(model[0].weight, odd)
