@@ -362,9 +362,10 @@ def _task_index(options: Any, tasks: int) -> int | None:
         return None
     if not isinstance(index, numbers.Integral):
         raise ConfigError(f"task_index is {index!r:.100}; it must be a whole number")
-    if not 0 <= index < tasks:
-        raise ConfigError(f"task_index is {index}, but there are {tasks} tasks, counted from 0")
-    return int(index)
+    at = int(index)
+    if not 0 <= at < tasks:
+        raise ConfigError(f"task_index is {at}, but there are {tasks} tasks, counted from 0")
+    return at
 
 
 def _check_whole(**values: int | None) -> None:
